@@ -14,6 +14,7 @@ from rallypoint.launcher.agent.event_loop import Loop
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import Supervisor
+from rallypoint.launcher.plan import alone
 from rallypoint.testing.clock import ManualClock
 
 from .test_plan import plan
@@ -101,17 +102,24 @@ class Scene:
         self.ranks: list[Any] = (
             [RankHandle(rank, rank) for rank in range(size)] if ranks is None else ranks
         )
-        self.supervisor = Supervisor(world_size=size, max_restarts=0, grace=30.0, on_failure="stop")
+        self.supervisor = Supervisor(range(size), max_restarts=0, grace=30.0, on_failure="stop")
         self.actions: list[sv.Action] = []
+        asked_for = plan(nproc=size, **asked)
         attempt = cast(
             Attempt,
             SimpleNamespace(
-                ranks=self.ranks, spawned=[], spawned_size=0, held=held, number=0, host=None
+                ranks=self.ranks,
+                seat=alone(asked_for),
+                spawned=[],
+                spawned_size=0,
+                held=held,
+                number=0,
+                host=None,
             ),
         )
         words = cast(Any, self.words)
         self.job = Job(
-            plan(nproc=size, **asked),
+            asked_for,
             self.loop,
             attempt,
             self.supervisor,

@@ -12,6 +12,7 @@ import pytest
 from rallypoint.host import ports
 from rallypoint.launcher.agent.attempt import Attempt, exhausted
 from rallypoint.launcher.agent.rank_streams import RankStreams
+from rallypoint.launcher.plan import alone
 
 from .test_plan import plan
 
@@ -21,7 +22,7 @@ def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_ser
     heard: bool,
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    attempt = Attempt(plan(nproc=1), 0, began=0.0, ignored=())
+    attempt = Attempt(plan(nproc=1), alone(plan(nproc=1)), began=0.0, ignored=())
     attempt.begin()
     order = next(attempt.orders(cast(RankStreams, None)))  # the host's: it needs no streams
     for fd in order.ours:

@@ -10,9 +10,20 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Build, Device, Look
-from rallypoint.launcher.plan import OLDEST_TORCH, Machine, Options, Plan, describe, make
+from rallypoint.launcher import plan as plans
+from rallypoint.launcher.plan import (
+    OLDEST_TORCH,
+    Machine,
+    Options,
+    Plan,
+    alone,
+    describe,
+    make,
+    variables_of,
+)
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.sizes import threads_of_a_rank
+from rallypoint.world import Seat, World
 
 SCRIPT = Program(kind="script", target="train.py", args=("--lr", "0.1"))
 MACHINE = Machine(
@@ -60,7 +71,8 @@ def refused(
 
 def test_environment_of_a_worker_is_torchruns() -> None:
     made = plan(nproc=2, max_restarts=3, role="trainer", run_id="exp7")
-    assert made.environment == {
+    seat = msgspec.structs.replace(alone(made), attempt=1, master_port=29500)
+    assert variables_of(made, seat, 0) == {
         "RALLYPOINT_JOB": "20261120-113015-a1b2",
         "GROUP_RANK": "0",
         "ROLE_NAME": "trainer",
@@ -74,11 +86,33 @@ def test_environment_of_a_worker_is_torchruns() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "4",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "ROLE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "1",
     }
-    assert made.rank_environment == (
-        {"RANK": "0", "LOCAL_RANK": "0", "ROLE_RANK": "0"},
-        {"RANK": "1", "LOCAL_RANK": "1", "ROLE_RANK": "1"},
-    )
+
+
+def test_a_rank_on_another_node_has_the_numbers_of_its_seat() -> None:
+    made = plan(nproc=2)
+    seat = Seat(0, 1, World.of([4, 2, 1]), "10.0.0.1", 29500)
+    given = variables_of(made, seat, 1)
+    numbers = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK")
+    assert [given[name] for name in numbers] == ["5", "1", "5", "1"]
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    assert [given[name] for name in sizes] == ["7", "2", "7", "3"]
+    assert given["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_the_template_is_given_nothing_that_depends_on_the_world() -> None:
+    assert plan(nproc=2).environment.keys() == {
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "OMP_NUM_THREADS",
+    }
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
@@ -99,7 +133,8 @@ def test_choices_of_ours_are_remarks_and_not_notes() -> None:
 
 
 def test_run_id_is_the_job_when_not_given() -> None:
-    assert plan().environment["TORCHELASTIC_RUN_ID"] == plan().job == "20261120-113015-a1b2"
+    given = variables_of(plan(), alone(plan()), 0)
+    assert given["TORCHELASTIC_RUN_ID"] == plan().job == "20261120-113015-a1b2"
 
 
 def test_signals() -> None:
@@ -109,7 +144,8 @@ def test_signals() -> None:
 
 
 def test_virtual_local_rank() -> None:
-    rows = plan(nproc=2, virtual_local_rank=True).rank_environment
+    made = plan(nproc=2, virtual_local_rank=True)
+    rows = tuple(variables_of(made, alone(made), local_rank) for local_rank in range(2))
     assert [(row["LOCAL_RANK"], row["RANK"], row["CUDA_VISIBLE_DEVICES"]) for row in rows] == [
         ("0", "0", "0"),
         ("0", "1", "1"),
@@ -555,7 +591,8 @@ def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ran
 def test_the_prefix_of_a_line_is_torchruns_template(
     template: str | None, prefixes: tuple[str, ...] | None
 ) -> None:
-    assert plan(nproc=2, log_line_prefix_template=template).logs.prefixes == prefixes
+    made = plan(nproc=2, log_line_prefix_template=template)
+    assert plans.prefixes(made, alone(made)) == prefixes
 
 
 def test_torchruns_file_timer_is_said_to_be_missing() -> None:

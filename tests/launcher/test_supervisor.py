@@ -32,7 +32,7 @@ class Play:
         status: int = 1,
     ) -> None:
         self.machine = Supervisor(
-            world_size=ranks, max_restarts=max_restarts, grace=grace, on_failure=on_failure
+            range(ranks), max_restarts=max_restarts, grace=grace, on_failure=on_failure
         )
         self.actions: list[sv.Action] = []
         self.now = 0.0
@@ -639,7 +639,7 @@ def attempts_of(
     """How many attempts a job makes whose attempts each end after so many seconds, and what is said
     of it.
     """
-    machine = Supervisor(world_size=1, max_restarts=max_restarts, grace=30.0, on_failure="stop")
+    machine = Supervisor(range(1), max_restarts=max_restarts, grace=30.0, on_failure="stop")
     now, made = 0.0, 0
     said: list[sv.SayHopeless] = []
     events: list[sv.JobEvent] = [sv.Prepared()]

@@ -29,7 +29,7 @@ SCRIPTS = Path(__file__).parent / "template_scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "template.md"
 
 OURS_IN_THE_ENVIRONMENT = {
-    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RALLYPOINT_JOB",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RALLYPOINT_FAMILY", "RALLYPOINT_JOB",
     "RALLYPOINT_STORE", "RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE",
     "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE",
@@ -215,9 +215,9 @@ def test_our_hold_on_it(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert all(
         forked["ids"][name] for name in ("session leader", "group leader", "thread", "ident")
     )
-    assert f"RALLYPOINT_JOB={forked['environ']['RALLYPOINT_JOB']}" in forked["first environ"]
+    assert f"RALLYPOINT_FAMILY={forked['environ']['RALLYPOINT_FAMILY']}" in forked["first environ"]
     assert not any(
-        entry.startswith(("RANK=", "MASTER_PORT=")) for entry in forked["first environ"]
+        entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_PORT=")) for entry in forked["first environ"]
     )  # the template's
 
 

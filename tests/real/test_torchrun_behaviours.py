@@ -117,6 +117,7 @@ DIFFERENT_VALUES = {
     "XDG_STATE_HOME",
 }
 OURS_ALONE = {
+    "RALLYPOINT_FAMILY",  # what it is found by
     "RALLYPOINT_JOB",  # whose process it is
     "RALLYPOINT_STORE",  # the job's store
 }

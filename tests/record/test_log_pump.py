@@ -676,7 +676,7 @@ def test_a_restart_goes_on_in_the_same_log_below_a_line(rigs: Callable[..., Rig]
     write(first, b"one\n")
     os.close(first)
     assert rig.pump.settle(SOON)
-    rig.pump.attempt(1)
+    rig.pump.attempt(1, range(2))
     second = rig.rank(0)
     write(second, b"two\n")
     os.close(second)
@@ -748,10 +748,31 @@ def test_a_note_after_the_end_of_a_teed_stderr_is_in_its_file(
     rig.pump.note(1, "ValueError: nan")
     assert rig.pump.drain(SOON)
     assert (tmp_path / "stderr.log").read_bytes() == b"before\nValueError: nan\n"
-    rig.pump.attempt(1)
+    rig.pump.attempt(1, range(2))
     rig.pump.note(1, "of the next attempt")
     rig.close()
     assert (tmp_path / "stderr.log").read_bytes() == b"before\nValueError: nan\n"
+
+
+def test_the_ranks_of_another_node_have_their_own_numbers(tmp_path: Path) -> None:
+    read, fd = os.pipe()
+    pump = LogPump(str(tmp_path), (12,), several=True, stdout_fd=fd, stderr_fd=fd)
+    pump.start()
+    for number, rank in ((0, 12), (1, 4)):
+        if number:
+            pump.attempt(number, (rank,))
+        theirs, ours = os.pipe()
+        pump.attach(0, "stdout", theirs)
+        write(ours, b"attempt %d\n" % number)
+        os.close(ours)
+        assert pump.settle(SOON)
+        assert pump.tail(0) == (f"attempt {number}",)
+        assert pump.log_position(0)[0] == str(tmp_path / f"rank{rank}.log")
+    assert pump.close(SOON)
+    os.close(fd)
+    assert Reader(read).whole() == b"[12] attempt 0\n[4] attempt 1\n"
+    assert (tmp_path / "rank12.log").read_bytes() == b"attempt 0\n"
+    assert (tmp_path / "rank4.log").read_bytes() == b"--- attempt 1 ---\nattempt 1\n"
 
 
 def test_a_prefix_of_the_users_or_none(rigs: Callable[..., Rig], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rallypoint.host import devices
 from rallypoint.launcher import preload_parts
 from rallypoint.launcher.program import Program, Task
 from rallypoint.launcher.sizes import threads_of_a_rank
-from rallypoint.world import ranges
+from rallypoint.world import Seat, World, ranges
 
 if TYPE_CHECKING:
     from rallypoint.record.preload_history import Learnt
@@ -56,9 +56,8 @@ class LogPlan(msgspec.Struct, frozen=True):
     log_dir: str = ""
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] | None = (
-        None  # before each line of a local rank; None: `[rank] ` with several ranks
-    )
+    # template of what stands before each line of a rank; None: `[rank] ` with several ranks
+    prefix: str | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +66,8 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     program: Program
     master_port: int = 0  # 0: any free one
     port_range: tuple[int, int] | None = None
+    run_id: str = ""  # "": the job's id
+    role: str = "default"
     rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
     max_restarts: int = 0
     grace: float = 30.0  # seconds between asking a rank to stop and SIGKILL
@@ -86,13 +87,14 @@ class Plan(Chosen, frozen=True, kw_only=True):
     it out.
     """
 
-    job: str  # unique id of this run; also RALLYPOINT_JOB in every process of it
+    job: str  # unique id of this run; also RALLYPOINT_JOB in every rank
     slots: int  # ranks that this node has
     # forked from the template · new interpreters · a program of any kind
     start: Literal["template", "fresh", "exec"]
     preload: tuple[str, ...]
-    environment: dict[str, str]  # variables that we set or change for every worker
-    rank_environment: tuple[dict[str, str], ...]  # by local rank
+    # variables that we set or change for every worker, and for the template, whatever the world is
+    environment: dict[str, str]
+    rank_environment: tuple[dict[str, str], ...]  # the same by local rank, without the template
     master_addr: str
     debug_rank: int  # the rank that has stdin and breakpoint()
     run_dir: str
@@ -182,8 +184,6 @@ class Options(Chosen, frozen=True, kw_only=True):
     fresh: bool = False
     preload: tuple[str, ...] = ()
     master_addr: str = ""  # "": not asked
-    run_id: str = ""
-    role: str = "default"
     debug_rank: int | None = None
     run_dir: str = ""
     log_dir: str = ""
@@ -236,7 +236,6 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
     size, note = _local_size(options, environ, machine)
     notes += note
     job = f"{machine.now:%Y%m%d-%H%M%S}-{machine.suffix}"
-    run_id = options.run_id or job
     run_dir = (
         os.path.join(machine.cwd, options.run_dir)
         if options.run_dir
@@ -262,7 +261,7 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             f"--debug-rank {debug_rank} is not a rank of this job: {_ranks_there_are(size)}",
             help=(("give a rank that there is", "--debug-rank 0"),),
         )
-    environment, remarks = _environment(options, environ, size, job, run_id, machine.cpus)
+    environment, remarks = _environment(options, environ, size, machine.cpus)
     remarks += _ports_of_the_ranks(options, machine)
     notes += _interfaces_that_are_missing(environ, machine)
     logs, note = _logs(options, size, run_dir, machine)
@@ -471,20 +470,10 @@ def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
 
 
 def _environment(
-    options: Options, environ: Mapping[str, str], size: int, job: str, run_id: str, cpus: int
+    options: Options, environ: Mapping[str, str], size: int, cpus: int
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that every rank gets, and remarks about them: torchrun's contract, less
-    what the agent sets for each attempt."""
+    """Return the variables that every rank gets in any world, and remarks about them."""
     variables = {
-        "RALLYPOINT_JOB": job,
-        "GROUP_RANK": "0",
-        "ROLE_NAME": options.role,
-        "LOCAL_WORLD_SIZE": str(size),
-        "WORLD_SIZE": str(size),
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": str(size),
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(options.signals),
     }
@@ -504,14 +493,10 @@ def _environment(
 def _rank_environment(
     options: Options, environ: Mapping[str, str], size: int
 ) -> tuple[dict[str, str], ...]:
-    """Return the variables that differ between ranks, by local rank."""
+    """Return the variables that differ between local ranks in any world."""
     rows = []
     for rank in range(size):
-        row = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "ROLE_RANK": str(rank),
-        }
+        row = {"LOCAL_RANK": str(rank)}
         if options.virtual_local_rank:
             row["LOCAL_RANK"] = "0"
             row["CUDA_VISIBLE_DEVICES"] = _own_gpu(environ.get("CUDA_VISIBLE_DEVICES"), rank, size)
@@ -571,21 +556,9 @@ def _logs(options: Options, size: int, run_dir: str, machine: Machine) -> tuple[
         log_dir=folder,
         stdout_filters=options.stdout_filters,
         stderr_filters=options.stderr_filters,
-        prefixes=_prefixes(options, size),
+        prefix=options.log_line_prefix_template,
     )
     return plan, notes
-
-
-def _prefixes(options: Options, size: int) -> tuple[str, ...] | None:
-    """Return the prefix of each line of a local rank, from torchrun's template; unknown names in it
-    stay as they are."""
-    if options.log_line_prefix_template is None:
-        return None
-    template = Template(options.log_line_prefix_template)
-    return tuple(
-        template.safe_substitute(role_name=options.role, rank=rank, local_rank=rank)
-        for rank in range(size)
-    )
 
 
 def _by_rank(asked: int | dict[int, int], size: int) -> tuple[int, ...]:
@@ -598,6 +571,50 @@ def _by_rank(asked: int | dict[int, int], size: int) -> tuple[int, ...]:
 
 def _ranks_there_are(size: int) -> str:
     return f"its ranks are 0-{size - 1}" if size > 1 else "its only rank is 0"
+
+
+def alone(plan: Plan) -> Seat:
+    """Return the seat of a job's only node, before its meeting point is held."""
+    return Seat(0, 0, World.of([plan.slots]), plan.master_addr, 0)
+
+
+def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
+    """Return the variables that we set for a rank in one attempt: torchrun's contract, and ours."""
+    rank, size = str(seat.ranks[local_rank]), str(seat.world.size)
+    return {
+        "RALLYPOINT_JOB": plan.job,
+        "GROUP_RANK": str(seat.node),
+        "ROLE_NAME": plan.role,
+        "LOCAL_WORLD_SIZE": str(len(seat.ranks)),
+        "WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": str(seat.world.nodes),
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
+        "TORCHELASTIC_RUN_ID": plan.run_id or plan.job,
+        **plan.environment,
+        **plan.rank_environment[local_rank],
+        "RANK": rank,
+        "ROLE_RANK": rank,
+        "MASTER_ADDR": seat.master_addr,
+        "MASTER_PORT": str(seat.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(seat.attempt),
+    }
+
+
+def prefixes(plan: Plan, seat: Seat) -> tuple[str, ...] | None:
+    """Return the prefix of each line of a local rank, from torchrun's template; unknown names in it
+    stay as they are. None: no template was given."""
+    if plan.logs.prefix is None:
+        return None
+    template = Template(plan.logs.prefix)
+    return tuple(
+        template.safe_substitute(role_name=plan.role, rank=rank, local_rank=local_rank)
+        for local_rank, rank in enumerate(seat.ranks)
+    )
+
+
+_OWN = ("RANK", "LOCAL_RANK", "ROLE_RANK", "CUDA_VISIBLE_DEVICES")
+_OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def describe(plan: Plan) -> str:
@@ -649,16 +666,15 @@ def describe(plan: Plan) -> str:
         ),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),
-        *_describe_logs(plan.logs, plan.slots),
+        *_describe_logs(plan),
     ]
     if plan.plain:
         lines.append(("plain", "the workers are not looked into"))
     text = [f"{name:<12}{value}" for name, value in lines]
-    text += [
-        "",
-        "every rank's environment, besides what it inherits:",
-        *_assignments(plan.environment),
-    ]
+    seat = alone(plan)
+    given = [variables_of(plan, seat, local_rank) for local_rank in range(plan.slots)]
+    every = {name: value for name, value in given[0].items() if name not in (*_OWN, *_OF_ATTEMPT)}
+    text += ["", "every rank's environment, besides what it inherits:", *_assignments(every)]
     store = "" if plan.start == "exec" else "RALLYPOINT_STORE, "  # see launcher/agent/attempt.py
     text += [
         f"  MASTER_ADDR, MASTER_PORT, {store}TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"
@@ -666,7 +682,9 @@ def describe(plan: Plan) -> str:
     text += ["", "each rank's own:"]
     text += [
         f"  {rank}  " + " ".join(line.strip() for line in _assignments(own))
-        for rank, own in enumerate(plan.rank_environment)
+        for rank, own in enumerate(
+            {name: one[name] for name in _OWN if name in one} for one in given
+        )
     ]
     for title, said in (("notes", plan.notes), ("chosen without being asked", plan.remarks)):
         if said:
@@ -674,8 +692,9 @@ def describe(plan: Plan) -> str:
     return "\n".join(text) + "\n"
 
 
-def _describe_logs(logs: LogPlan, size: int) -> Iterable[tuple[str, str]]:
-    if logs.console != tuple(range(size)):
+def _describe_logs(plan: Plan) -> Iterable[tuple[str, str]]:
+    logs = plan.logs
+    if logs.console != tuple(range(plan.slots)):
         yield "terminal", f"local ranks {ranges(logs.console)} only" if logs.console else "no rank"
     if logs.log_dir:
         yield "log folder", logs.log_dir
@@ -690,8 +709,8 @@ def _describe_logs(logs: LogPlan, size: int) -> Iterable[tuple[str, str]]:
                 title,
                 "; ".join(f"{name} of local ranks {ranks}" for ranks, name in parts if ranks),
             )
-    if logs.prefixes is not None:
-        yield "prefixes", ", ".join(map(repr, logs.prefixes))
+    if (before := prefixes(plan, alone(plan))) is not None:
+        yield "prefixes", ", ".join(map(repr, before))
     for title, words in (
         ("stdout with", logs.stdout_filters),
         ("stderr with", logs.stderr_filters),

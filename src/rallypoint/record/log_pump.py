@@ -160,9 +160,10 @@ class LogPump:
     """Pump of the workers' output. All methods may be called from any thread; only `settle`, `drain`
     and `close` wait.
 
-    `ranks` are this node's ranks by local rank, `run_dir` "" keeps no log files. A
-    line has a prefix when there is more than one rank. With a single rank and no prefix its bytes
-    reach the terminal as they are, at once. `console` are the *local* ranks that are shown (None: all); the
+    Its methods know a worker by its *local* rank. `ranks` are this node's ranks by local rank: a
+    worker's log and its prefix have that number. `run_dir` "" keeps no log files. A line has a
+    prefix when the job has `several` ranks. With a single rank and no prefix its bytes reach the
+    terminal as they are, at once. `console` are the local ranks that are shown (None: all); the
     others still reach their logs. `prefixes`, by local rank, take the place of `[rank] `, and of
     the header in the files of `duplicate`.
     """
@@ -172,6 +173,7 @@ class LogPump:
         run_dir: str,
         ranks: Sequence[int],
         *,
+        several: bool | None = None,
         prefixes: Sequence[str] | None = None,
         console: Collection[int] | None = None,
         stdout_fd: int = 1,
@@ -183,17 +185,9 @@ class LogPump:
         in their logs, and not shown."""
         self._clock = Clock()
         self._own_header = prefixes is not None
-        if prefixes is None:
-            prefixes = [f"[{rank}] " if len(ranks) > 1 else "" for rank in ranks]
-        self._prefixes = {
-            rank: text.encode(errors="surrogateescape")
-            for rank, text in zip(ranks, prefixes, strict=True)
-        }
-        self._alone = len(ranks) == 1 and not any(prefixes)
-        self._shown = {
-            rank for local, rank in enumerate(ranks) if console is None or local in console
-        }
-        self._local = {rank: local for local, rank in enumerate(ranks)}
+        self._several = len(ranks) > 1 if several is None else several
+        self._run_dir = run_dir
+        self._shown = range(len(ranks)) if console is None else console
         self._stdout = _Console(stdout_fd)
         # One text, and one cursor, when both lead to the same place.
         self._stderr = self._stdout if _same_file(stdout_fd, stderr_fd) else _Console(stderr_fd)
@@ -205,8 +199,8 @@ class LogPump:
             self._clock, BACKLOG_BYTES, DISK_PATIENCE, DISK_LINGER, self._give_up_files
         )
         self._torchruns: list[KeptFile] = []
+        self._logs: dict[int, _RankLog] = {}  # by rank, also those of earlier attempts
         self._teed: list[_Stream] = []  # of this attempt, ended ones too: a note may come later
-        self._logs: dict[int, _RankLog] = {}
         self._filters: dict[StreamName, _Filter] = {}
         self._streams: dict[int, _Stream] = {}  # by descriptor
         self._orders: deque[_Order] = deque()
@@ -216,9 +210,7 @@ class LogPump:
         self._closing = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rallypoint-logs", daemon=True)
-        for rank in ranks:
-            path = os.path.join(run_dir, f"rank{rank}.log") if run_dir else ""
-            self._logs[rank] = _RankLog(KeptFile(path, self._trouble) if path else None)
+        self._name(ranks, prefixes)
 
     def __repr__(self) -> str:
         state = (
@@ -230,7 +222,7 @@ class LogPump:
             if self._thread.is_alive()
             else "not started"
         )
-        return f"<LogPump of {len(self._logs)} ranks, {len(self._streams)} open pipes: {state}>"
+        return f"<LogPump of {len(self._locals)} ranks, {len(self._streams)} open pipes: {state}>"
 
     @property
     def terminal(self) -> bool:
@@ -241,20 +233,40 @@ class LogPump:
         """Start the thread. What was said or attached before is done then."""
         self._thread.start()
 
+    def _name(self, ranks: Sequence[int], prefixes: Sequence[str] | None) -> None:
+        """Give each local rank the log and the prefix of its rank."""
+        if prefixes is None:
+            prefixes = [f"[{rank}] " if self._several else "" for rank in ranks]
+        self._prefixes = [text.encode(errors="surrogateescape") for text in prefixes]
+        self._alone = len(prefixes) == 1 and not any(prefixes)
+        for rank in ranks:
+            if rank not in self._logs:
+                path = os.path.join(self._run_dir, f"rank{rank}.log") if self._run_dir else ""
+                self._logs[rank] = _RankLog(KeptFile(path, self._trouble) if path else None)
+        self._locals = [self._logs[rank] for rank in ranks]
+
     def attach(
-        self, rank: int, stream: StreamName, fd: int, *, tee: int | None = None, show: bool = True
+        self,
+        local_rank: int,
+        stream: StreamName,
+        fd: int,
+        *,
+        tee: int | None = None,
+        show: bool = True,
     ) -> None:
         """Read a worker's pipe from now on; the descriptors are the pump's, which closes them.
 
         "both" is a pipe that carries stdout and stderr; it is shown on stdout. `tee`: a descriptor
         that gets the same bytes unchanged. `show=False`: not on the terminal.
         """
-        self._submit(lambda: self._attach(rank, stream, fd, tee, show), ordered=False)
+        self._submit(lambda: self._attach(local_rank, stream, fd, tee, show), ordered=False)
 
-    def attempt(self, number: int) -> None:
+    def attempt(
+        self, number: int, ranks: Sequence[int], prefixes: Sequence[str] | None = None
+    ) -> None:
         """Note that the ranks start again: logs go on below a separator line, last words start
-        anew."""
-        self._submit(lambda: self._attempt(number))
+        anew. `ranks` and `prefixes` are as at the start; other ranks have other logs."""
+        self._submit(lambda: self._attempt(number, ranks, prefixes))
 
     def duplicate(
         self, stream: StreamName, path: str, needles: Sequence[str], header: str = "default"
@@ -274,23 +286,23 @@ class LogPump:
         if self.terminal and not self._closed:
             self._submit(lambda: self._stderr.screen.live(text or ""), ordered=False)
 
-    def note(self, rank: int, text: str, *, show: bool = False) -> None:
+    def note(self, local_rank: int, text: str, *, show: bool = False) -> None:
         """Put text into a rank's log, its last words and the file of its teed stderr as if it had
         written it there; on the terminal only with `show`."""
-        self._submit(lambda: self._note(rank, text, show))
+        self._submit(lambda: self._note(local_rank, text, show))
 
-    def tail(self, rank: int) -> tuple[str, ...]:
+    def tail(self, local_rank: int) -> tuple[str, ...]:
         """Return the last lines that a rank said in this attempt, oldest first, control sequences
         removed. Call `settle` first."""
-        log = self._logs[rank]
+        log = self._locals[local_rank]
         with self._lock:
             lines = [*log.said, *(text for text in log.begun.values() if text)]
         return tuple(plain(line) for line in lines[-TAIL_LINES:])
 
-    def log_position(self, rank: int) -> tuple[str, int]:
+    def log_position(self, local_rank: int) -> tuple[str, int]:
         """Return a rank's log file ("" if none is kept, or its end is not) and the number of lines
         in it now. `tail` is the last of them."""
-        log = self._logs[rank]
+        log = self._locals[local_rank]
         with self._lock:
             return (log.file.path if log.file and not log.file.given_up else "", log.lines)
 
@@ -540,15 +552,17 @@ class LogPump:
             os.eventfd_write(self._wake, 1)
         return done
 
-    def _attach(self, rank: int, name: StreamName, fd: int, tee: int | None, show: bool) -> None:
-        stream = _Stream(self._logs[rank], name, self._local[rank], fd, self._prefixes[rank])
-        if show and rank in self._shown:
+    def _attach(
+        self, local_rank: int, name: StreamName, fd: int, tee: int | None, show: bool
+    ) -> None:
+        stream = _Stream(self._locals[local_rank], name, local_rank, fd, self._prefixes[local_rank])
+        if show and local_rank in self._shown:
             stream.console = self._stderr if name == "stderr" else self._stdout
             stream.splitter = LineSplitter(thins=not stream.console.screen.terminal)
         if tee is not None:
             stream.tee = KeptFile(_path_of(tee), self._trouble, fd=tee)
             self._torchruns.append(stream.tee)
-            stream.filter = self._filters.get(name) if rank in self._shown else None
+            stream.filter = self._filters.get(name) if local_rank in self._shown else None
             self._teed.append(stream)
         os.set_blocking(fd, False)
         self._streams[fd] = stream
@@ -560,9 +574,11 @@ class LogPump:
                 self._disk.submit(stream.tee.close)
         self._teed.clear()
 
-    def _attempt(self, number: int) -> None:
+    def _attempt(self, number: int, ranks: Sequence[int], prefixes: Sequence[str] | None) -> None:
         self._close_tees()
-        for log in self._logs.values():
+        with self._lock:
+            self._name(ranks, prefixes)
+        for log in self._locals:
             log.break_line()
             log.out.append(b"--- attempt %d ---\n" % number)
             with self._lock:
@@ -579,8 +595,8 @@ class LogPump:
             self._filters[stream] = _Filter(file, needles, None if self._own_header else header)
             self._torchruns.append(file)
 
-    def _note(self, rank: int, text: str, show: bool) -> None:
-        log = self._logs[rank]
+    def _note(self, local_rank: int, text: str, show: bool) -> None:
+        log = self._locals[local_rank]
         piece = Piece("lines", text.rstrip("\n").encode(errors="surrogateescape") + b"\n")
         log.show(log, b"", piece)
         with self._lock:
@@ -591,7 +607,7 @@ class LogPump:
                 if stream.filter is not None:
                     stream.filter.pick(stream, piece)
         if show and self._stderr.fd is not None:
-            self._stderr.screen.show(log, self._prefixes[rank], piece)
+            self._stderr.screen.show(log, self._prefixes[local_rank], piece)
 
     def _give_up_files(self) -> None:
         files = [*(log.file for log in self._logs.values() if log.file), *self._torchruns]

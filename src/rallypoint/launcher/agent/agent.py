@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from rallypoint.clock import Clock
 from rallypoint.host import processes, signals
 from rallypoint.launcher import protocol
-from rallypoint.launcher.agent import guard, helper_processes, supervisor
+from rallypoint.launcher.agent import helper_processes, supervisor
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
 from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
 from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
 from rallypoint.launcher.agent.supervisor import Action, MakeReport
-from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.plan import Plan, alone
 from rallypoint.launcher.protocol import Finish, Interrupt
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Agent:
             self._signals = signals.SignalLog(
                 {signal.Signals[name] for name in (*names, "SIGTSTP")}
             )
-            self._helpers = HelperProcesses(guard.start(f"RALLYPOINT_JOB={plan.job}".encode()))
+            self._helpers = HelperProcesses.start(os.urandom(8).hex())
         else:
             self._files_limit = request.files_limit
             self._signals = signals.SignalLog({signal.Signals[name] for name in names})
@@ -126,7 +126,7 @@ class Agent:
                         plan.parts,
                         imports=plan.start == "template",
                         files_limit=self._files_limit,
-                        guard=self._helpers.guard,
+                        helpers=self._helpers,
                     )
                 )
             self._make_parts(adopts_strangers, held, place)
@@ -163,13 +163,15 @@ class Agent:
         if plan.torch:
             # torch would try for a minute, with a thousand lines
             ports.check_loopback(plan.master_addr)
+        seat = alone(plan)
         folder, writer = open_folder(plan), DiskWriter()
-        console = Console(plan, folder.path, request.outputs if request is not None else (1, 2))
+        outputs = request.outputs if request is not None else (1, 2)
+        console = Console(plan, seat, folder.path, outputs)
         streams = RankStreams(plan, folder, console)
-        reporter = Reporter(plan, clock, folder, writer, console)
+        reporter = Reporter(plan, seat, clock, folder, writer, console)
         self._loop, self._console, self._reporter = Loop(clock), console, reporter
         decider = supervisor.Supervisor(
-            world_size=plan.slots,
+            seat.ranks,
             max_restarts=plan.max_restarts,
             grace=plan.grace,
             on_failure=plan.on_failure,
@@ -178,7 +180,7 @@ class Agent:
         self.job = job = Job(
             plan,
             self._loop,
-            Attempt(plan, 0, began=clock.wall(), ignored=self._ignored),
+            Attempt(plan, seat, began=clock.wall(), ignored=self._ignored),
             decider,
             self._do,
             helpers=self._helpers,
@@ -327,7 +329,7 @@ class Agent:
             evidence = job_evidence(
                 self.plan,
                 (here,),
-                world_size=job.size if spawned else self.plan.slots,
+                world_size=job.size if spawned else job.seat.world.size,
                 attempt=job.supervisor.attempt,
                 held_address=job.attempt.held,
                 interrupted_by=self.signalled_by if action.reason == "interrupted" else "",

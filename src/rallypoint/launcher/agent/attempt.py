@@ -10,13 +10,16 @@ import resource
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import ports
 from rallypoint.launcher.agent.job_store import JobStore
 from rallypoint.launcher.agent.process_handles import HostHandle, RankHandle
 from rallypoint.launcher.agent.rank_streams import RankStreams
-from rallypoint.launcher.plan import STDERR, Plan
+from rallypoint.launcher.plan import STDERR, Plan, variables_of
 from rallypoint.launcher.protocol import StartHost, StartWorker
+from rallypoint.world import Seat
 
 
 class Order(NamedTuple):
@@ -31,14 +34,14 @@ class Order(NamedTuple):
 
 
 class Attempt:
-    """Everything that is known only per attempt: the socket that is held, the c10d host that serves it,
-    the store, the ranks. It begins with none of them.
+    """Everything that is known only per attempt: the node's seat, the socket that is held, the c10d
+    host that serves it, the store, the ranks. It begins with the seat alone.
     """
 
     def __init__(
         self,
         plan: Plan,
-        number: int,
+        seat: Seat,
         *,
         began: float,
         ignored: tuple[int, ...],
@@ -46,7 +49,7 @@ class Attempt:
     ) -> None:
         """`began`: wall clock; a rendezvous file older than this is stale. `ignored`: signals that
         were ignored when the job started. `payload`: descriptors of `plan.task`, the caller's."""
-        self.number = number
+        self.seat = seat
         self.host: HostHandle | None = None
         self.host_ready = -1  # a pipe's end that becomes readable when the host serves
         self.ranks: list[RankHandle] = []
@@ -60,31 +63,38 @@ class Attempt:
         self._ignored = ignored
         self._payload = payload
         self._listener = -1
-        self._is_single = plan.slots == 1 and plan.hooks
+        self._is_single = seat.world.size == 1 and plan.hooks
+
+    @property
+    def number(self) -> int:
+        """Number of the attempt."""
+        return self.seat.attempt
 
     @property
     def held(self) -> str:
-        """host:port of the meeting point, "" when there is none (any more)."""
-        return self.host.address if self.host else ""
+        """host:port of the meeting point, "" when there is none yet."""
+        return f"{self.seat.master_addr}:{self.seat.master_port}" if self.seat.master_port else ""
 
-    def begin(self, held: ports.HeldPort | None = None) -> int:
-        """Make the ranks' handles, and bind the meeting point unless it is `held` already; return
-        its port. Raises as `hold_port`, and OSError when descriptors run out.
+    def begin(self, held: ports.HeldPort | None = None) -> None:
+        """Make the ranks' handles, and bind the meeting point on node 0 unless it is `held`
+        already. Raises as `hold_port`, and OSError when descriptors run out.
 
         Where nobody here could serve it (no torch), it is given back: the program's rank 0 hosts
         it, as under torchrun's static rendezvous.
         """
         plan = self._plan
-        for rank in range(plan.slots):
-            self.ranks.append(RankHandle(rank, rank))
+        for local_rank, rank in enumerate(self.seat.ranks):
+            self.ranks.append(RankHandle(rank, local_rank))
+        if self.seat.node != 0:
+            return
         if held is None:
-            held = ports.hold_port(plan.master_port, plan.master_addr, plan.port_range)
-        self.host = HostHandle(f"{plan.master_addr}:{held.port}")
+            held = ports.hold_port(plan.master_port, self.seat.master_addr, plan.port_range)
+        self.seat = msgspec.structs.replace(self.seat, master_port=held.port)
+        self.host = HostHandle(self.held)
         if plan.torch:
             self._listener = held.detach()
         else:
             held.release()
-        return self.host.port
 
     def open_store(self) -> None:
         """Make the job's store, before any rank starts. Where there can be none the job does
@@ -106,7 +116,7 @@ class Attempt:
         """
         if self._listener >= 0 and self.host is not None:
             self.host_ready, theirs = os.pipe2(os.O_CLOEXEC)
-            message = StartHost(self._plan.master_addr, self.host.port)
+            message = StartHost(self.seat.master_addr, self.host.port)
             yield Order(None, message, [self._listener, theirs], [theirs])
         for handle in self.ranks:
             yield self._order(handle, streams)
@@ -114,14 +124,14 @@ class Attempt:
     def _order(self, handle: RankHandle, streams: RankStreams) -> Order:
         plan = self._plan
         handle.error_file = streams.error_file(self.number, handle)
-        standard, terminal = streams.open(self.number, handle)
+        standard, terminal = streams.open(self.seat, handle)
         kept = plan.logs.redirects[handle.local_rank] & STDERR != 0
         message = StartWorker(
             rank=handle.rank,
             local_rank=handle.local_rank,
-            environment=self._environment(handle, streams.columns()),
+            environment=self._environment(handle, streams.columns(self.seat)),
             ignored=self._ignored,
-            takes_traceback=plan.slots > 1 or kept,
+            takes_traceback=self.seat.world.size > 1 or kept,
             stderr_is_kept=kept,
             debugger=handle.rank == plan.debug_rank,
             held=self.held if plan.torch else "",
@@ -143,15 +153,7 @@ class Attempt:
 
     def _environment(self, handle: RankHandle, columns: int) -> dict[str, str]:
         plan = self._plan
-        host, _, port = self.held.rpartition(":")
-        environment = {
-            # a program's template has it already; a caller's serves more than one job
-            **(plan.environment if plan.task else {}),
-            **plan.rank_environment[handle.local_rank],
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RESTART_COUNT": str(self.number),
-        }
+        environment = variables_of(plan, self.seat, handle.local_rank)
         if self.store is not None:
             environment["RALLYPOINT_STORE"] = self.store.address
         if handle.error_file:

@@ -17,9 +17,9 @@ from rallypoint.host.processes import ProcessStatus, command_line
 from rallypoint.launcher import exception_capture, exits, late_variables
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import State
-from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.plan import Plan, prefixes
 from rallypoint.record.log_pump import LogPump
-from rallypoint.world import ranks_phrase
+from rallypoint.world import Seat, ranks_phrase
 
 # Seconds that the launcher waits for words of the ranks that lie in pipes. Reading them takes a
 # millisecond, unless the terminal takes nothing.
@@ -36,16 +36,20 @@ class Console:
     ranks' words.
     """
 
-    def __init__(self, plan: Plan, logs_in: str, outputs: tuple[int, int] = (1, 2)) -> None:
+    def __init__(
+        self, plan: Plan, seat: Seat, logs_in: str, outputs: tuple[int, int] = (1, 2)
+    ) -> None:
         """`logs_in`: the run folder. `outputs`: the descriptors that people read, for stdout and
         stderr.
         """
         self._plan = plan
+        self._size = seat.world.size
         self.pump = LogPump(
-            logs_in if plan.slots > 1 or keeps_copy(plan) else "",
-            range(plan.slots),
+            logs_in if seat.world.size > 1 or keeps_copy(plan) else "",
+            seat.ranks,
+            several=seat.world.size > 1,
             console=set(plan.logs.console),
-            prefixes=plan.logs.prefixes,
+            prefixes=prefixes(plan, seat),
             stdout_fd=outputs[0],
             stderr_fd=outputs[1],
         )
@@ -141,7 +145,7 @@ class Console:
     def say_spawns(self, line: str) -> None:
         """Say that a program which starts ranks of its own was started several times."""
         self.print_reports(
-            (catalogue.spawn_inside_run(line, self._plan.slots, self._plan.program.target),)
+            (catalogue.spawn_inside_run(line, self._size, self._plan.program.target),)
         )
 
     def say_leftovers(self, rank: int, members: Sequence[ProcessStatus]) -> None:
@@ -303,18 +307,19 @@ class Console:
                 f"rallypoint: {name} was imported {len(times)} times, {middles[name]:.1f} s each: --preload {name}"
             )
 
-    def begin_attempt(self, number: int) -> None:
+    def begin_attempt(self, seat: Seat) -> None:
         """Say that the ranks start again; the logs go on below a line."""
+        number, size = seat.attempt, seat.world.size
         if number:
-            self.pump.attempt(number)
-            size = self._plan.slots
+            self._size = size
+            self.pump.attempt(number, seat.ranks, prefixes(self._plan, seat))
             who = {1: "the rank", 2: "both ranks"}.get(size, f"all {size} ranks")
             self.say(f"rallypoint: restarting {who}, attempt {number} of {self._plan.max_restarts}")
 
-    def log_line(self, rank: int) -> int:
+    def log_line(self, local_rank: int) -> int:
         """Return the line of a rank's log where its next words go."""
         self.pump.settle(SETTLE_TIMEOUT)
-        return self.pump.log_position(rank)[1] + 1
+        return self.pump.log_position(local_rank)[1] + 1
 
     def settle(self, timeout: float) -> bool:
         """Show all that the ranks, which have ended, wrote. False when it took longer than this

@@ -95,7 +95,7 @@ class EvidenceGatherer:
         no error speaks of that.
         """
         for one in ranks:
-            said = self._console.pump.tail(one.rank)
+            said = self._console.pump.tail(one.log_rank)
             untold = one.raised is None and one.ended is not None and one.ended.code == 1  # --plain
             written = tracebacks.exception_in(said) if untold else None
             for error in (*one.errors(), *([written] if written is not None else [])):

@@ -89,7 +89,7 @@ class Guard:
 
 def start(marker: bytes) -> Guard:
     """Fork the guard. The caller must have one thread. `marker` is the environment entry that every
-    process of the job has.
+    process beneath the agent has.
     """
     agent = system_calls.pidfd_open(os.getpid())
     ours, theirs = protocol.pair()

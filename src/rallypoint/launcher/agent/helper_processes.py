@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 
 from rallypoint.launcher import spawn
+from rallypoint.launcher.agent import guard
 from rallypoint.launcher.agent.guard import Guard
 from rallypoint.launcher.agent.process_handles import TemplateHandle
 from rallypoint.launcher.plan import Plan
@@ -27,13 +28,27 @@ from rallypoint.launcher.protocol import (
 
 
 class HelperProcesses:
-    """Guard and template of an agent. There is no template before `use`."""
+    """Guard and template of an agent, and what marks all processes beneath it. There is no template
+    before `use`.
+    """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, family: str) -> None:
+        """`family` is the value of RALLYPOINT_FAMILY in all these processes."""
         self.guard = guard
+        self.family = family
         self.template: TemplateHandle | None = None
         self.ready = False  # the template has imported everything
         self._files: tuple[tuple[str, int, int], ...] = ()
+
+    @classmethod
+    def start(cls, family: str) -> HelperProcesses:
+        """Fork the guard. The caller must have one thread."""
+        return cls(guard.start(_marker(family)), family)
+
+    @property
+    def marker(self) -> bytes:
+        """Entry that all of them have in their environments."""
+        return _marker(self.family)
 
     def is_ready(self, files: tuple[tuple[str, int, int], ...]) -> None:
         """Note that the template may be forked. `files`: what a person may change that it has imported: path,
@@ -92,22 +107,32 @@ class HelperProcesses:
         self.guard.farewell()
 
 
+def _marker(family: str) -> bytes:
+    return f"RALLYPOINT_FAMILY={family}".encode()
+
+
 def start_for(
     plan: Plan,
     parts: tuple[str, ...],
     *,
     imports: bool,
     files_limit: tuple[int, int],
-    guard: Guard,
+    helpers: HelperProcesses,
 ) -> TemplateHandle:
     """Start a template for a job. `imports=False`: a starter of fresh interpreters, which imports
     nothing. `parts`: of torch, that it imports early.
     """
     # A template of `launch` serves more than one job.
-    given = plan.environment if plan.task is None else {"RALLYPOINT_JOB": plan.job}
-    environment = {**os.environ, **given}
+    given = plan.environment if plan.task is None else {}
+    environment = {
+        **os.environ,
+        **given,
+        "RALLYPOINT_FAMILY": helpers.family,
+        # for whoever finds it later and asks whose process it is
+        "RALLYPOINT_JOB": plan.job,
+    }
     pid, line = spawn.start_template(environment, imports=imports)
-    handle = take_over(pid, line, imports=imports, files_limit=files_limit, guard=guard)
+    handle = take_over(pid, line, imports=imports, files_limit=files_limit, guard=helpers.guard)
     handle.set_up(
         setup(
             plan.program,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.reporter import Reporter
     from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
     from rallypoint.launcher.agent.worker_messages import WorkerMessages
+    from rallypoint.world import Seat
 
 
 class Job:
@@ -76,12 +77,17 @@ class Job:
         self._act = act
 
     @property
+    def seat(self) -> Seat:
+        """This node's place in the present attempt."""
+        return self.attempt.seat
+
+    @property
     def ranks(self) -> list[RankHandle]:
-        """The ranks of this attempt, in order; none before the first."""
+        """The ranks of this node in this attempt, by local rank; none before the first."""
         return self.attempt.ranks
 
     def rank(self, number: int) -> RankHandle | None:
-        """Return the rank with this number; None when it has no handle (yet)."""
+        """Return this node's rank with this number; None when it has no handle (yet)."""
         return next((handle for handle in self.ranks if handle.rank == number), None)
 
     @property
@@ -106,7 +112,7 @@ class Job:
     @property
     def size(self) -> int:
         """Number of `members` when all have been started."""
-        return self.attempt.spawned_size if self.spawned else self.plan.slots
+        return self.attempt.spawned_size if self.spawned else self.seat.world.size
 
     @property
     def state(self) -> State:

@@ -174,7 +174,7 @@ class RankHandle:
         self.failed_to_join = False  # an error left the init_process_group that `phase` speaks of
         self.debugging = False  # its debugger waits for a person
         self.ended: Ended | None = None
-        self.log_rank = rank  # the rank whose log has its words
+        self.log_rank = local_rank  # the local rank whose log has its words
         self.reaped = False
         self.raised: Raised | None = None
         self.traceback_printed = False
@@ -240,7 +240,7 @@ class RankHandle:
         self.their_control.close()
 
     def adopt(self, pid: int, pidfd: int, evidence: int, starter: int) -> None:
-        """Stand for a process that rank `starter` has spawned: with these descriptors of its own,
+        """Stand for a process that local rank `starter` has spawned: with these descriptors of its own,
         and no line to the agent but that rank's.
         """
         os.close(self.evidence)

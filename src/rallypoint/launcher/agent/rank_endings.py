@@ -31,7 +31,6 @@ class RankEndings:
         """`adopts_strangers`: this process has children that are not the job's."""
         self._job = job
         self._adopts_strangers = adopts_strangers
-        self._marker = f"RALLYPOINT_JOB={job.plan.job}".encode()
         self._order = 0
         self._template_is_silent = False
         self._leftovers = Leftovers(job)
@@ -165,7 +164,7 @@ class RankEndings:
             ancestor = 0 if self._adopts_strangers else os.getpid()
         sessions = [handle.pid for handle in self._unreaped()]
         return processes.kill_family(
-            self._marker, sessions, deadline=KILL_DEADLINE, ancestor=ancestor, spare=spared
+            job.helpers.marker, sessions, deadline=KILL_DEADLINE, ancestor=ancestor, spare=spared
         )
 
     # --- reaping

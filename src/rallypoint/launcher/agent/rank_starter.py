@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import processes
 from rallypoint.launcher.agent import supervisor
@@ -17,6 +19,7 @@ from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.rank_streams import RankStreams
 from rallypoint.launcher.agent.supervisor import StartRanks
 from rallypoint.launcher.protocol import Forked, NotForked, Restarted
+from rallypoint.world import Seat
 
 if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort
@@ -47,11 +50,17 @@ class RankStarter:
         self._ignored = ignored
         self._held = held
         self._place = place
+        self._seat: Seat | None = None  # for the next attempt, when others give it
         self.noticed = False  # a notice came (`--notice-signal`)
         self.ahead = 0  # orders that the template has not answered
         self._orders: Iterator[Order] = iter(())
 
     # --- an attempt
+
+    def take_seat(self, seat: Seat, held: HeldPort | None = None) -> None:
+        """Take this node's seat for the next attempt. `held`: where the ranks will meet, when this
+        is node 0."""
+        self._seat, self._held = seat, held
 
     def start(self, action: StartRanks) -> None:
         """Begin an attempt: bind its meeting point, make its store, order its processes."""
@@ -60,15 +69,16 @@ class RankStarter:
         self.close_attempt()
         payload = job.request.payload if job.request is not None else ()
         began = job.loop.clock.wall()
-        job.attempt = Attempt(job.plan, number, began=began, ignored=self._ignored, payload=payload)
+        seat, self._seat = self._seat or _again(job.seat, number), None
+        job.attempt = Attempt(job.plan, seat, began=began, ignored=self._ignored, payload=payload)
         if job.request is not None and number:
             job.request.tell(Restarted(number))
         job.rendezvous.begin()
         job.reporter.begin_attempt(number, action.because)
-        job.console.begin_attempt(number)
+        job.console.begin_attempt(seat)
         try:
             self._streams.begin_attempt(number)
-            port = job.attempt.begin(self._held)
+            job.attempt.begin(self._held)
             self._held = None
             if self._place is not None:
                 self._place.publish(number, job.attempt.held)
@@ -79,7 +89,8 @@ class RankStarter:
         except OSError as error:
             self._exhausted(error)
             return
-        job.reporter.event("port-held", host=job.plan.master_addr, port=port)
+        if job.attempt.host is not None:
+            job.reporter.event("port-held", host=job.seat.master_addr, port=job.seat.master_port)
         job.hang_monitor.begin()
         self._orders = job.attempt.orders(self._streams)
         self.ahead = 0
@@ -240,3 +251,8 @@ class RankStarter:
         self.stop()
         for handle in self._job.ranks:
             handle.sent.append("SIGKILL")
+
+
+def _again(seat: Seat, attempt: int) -> Seat:
+    """Return the same seat for another attempt, whose meeting point is not held yet."""
+    return msgspec.structs.replace(seat, attempt=attempt, master_port=0)

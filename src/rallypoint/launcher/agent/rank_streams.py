@@ -5,16 +5,16 @@ torchrun's `--tee`, `--redirects` and `--log-dir`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Literal
 
 from rallypoint.host.terminal import is_in_background
 from rallypoint.launcher.agent.console import Console, keeps_copy
 from rallypoint.launcher.agent.process_handles import RankHandle
-from rallypoint.launcher.plan import STDERR, STDOUT, Plan
+from rallypoint.launcher.plan import STDERR, STDOUT, Plan, prefixes
 from rallypoint.record.log_pump import worker_columns
 from rallypoint.record.run_folder import RunFolder
 from rallypoint.record.torchrun_files import TorchrunFiles
+from rallypoint.world import Seat
 
 _NAMES: dict[int, Literal["stdout", "stderr"]] = {STDOUT: "stdout", STDERR: "stderr"}
 
@@ -32,7 +32,7 @@ class RankStreams:
         if plan.logs.log_dir:
             self._files = TorchrunFiles(
                 plan.logs.log_dir,
-                plan.environment.get("TORCHELASTIC_RUN_ID", "none"),
+                plan.run_id or plan.job,
                 plan.slots,
             )
 
@@ -41,12 +41,11 @@ class RankStreams:
         if self._files is None:
             return
         self._files.begin(number)
-        role = self._plan.environment.get("ROLE_NAME", "default")
         logs = self._plan.logs
         for bit, filters in ((STDOUT, logs.stdout_filters), (STDERR, logs.stderr_filters)):
             if filters:
                 self._console.pump.duplicate(
-                    _NAMES[bit], self._files.filtered(number, _NAMES[bit]), filters, role
+                    _NAMES[bit], self._files.filtered(number, _NAMES[bit]), filters, self._plan.role
                 )
 
     def error_file(self, attempt: int, handle: RankHandle) -> str:
@@ -55,14 +54,14 @@ class RankStreams:
             return self._files.error_file(attempt, handle.local_rank)
         return self._folder.file(f"rank{handle.rank}-attempt{attempt}-error.json")
 
-    def open(self, attempt: int, handle: RankHandle) -> tuple[list[int], int]:
+    def open(self, seat: Seat, handle: RankHandle) -> tuple[list[int], int]:
         """Open a rank's stdin, stdout and stderr, to be passed on and closed here; return also the
         terminal for its debugger, or -1.
 
         Where the launcher's stdout and stderr are one file, the rank gets one pipe for both, so
         that its lines keep their order.
         """
-        plan, alone = self._plan, self._plan.slots == 1
+        plan, alone, attempt = self._plan, seat.world.size == 1, seat.attempt
         has_stdin = (
             handle.rank == plan.debug_rank
             and plan.task is None
@@ -82,7 +81,7 @@ class RankStreams:
             return [stdin, _dup_or_null(1), _dup_or_null(2)], terminal
         if self._console.same_output and not redirects and not tee:
             reader, writer = os.pipe2(os.O_CLOEXEC)
-            self._console.pump.attach(handle.rank, "both", reader)
+            self._console.pump.attach(handle.local_rank, "both", reader)
             return [stdin, writer, os.dup(writer)], terminal
         return [
             stdin,
@@ -103,15 +102,16 @@ class RankStreams:
         if file is not None and not tee & bit:
             return file
         reader, writer = os.pipe2(os.O_CLOEXEC)
-        self._console.pump.attach(handle.rank, _NAMES[bit], reader, tee=file)
+        self._console.pump.attach(handle.local_rank, _NAMES[bit], reader, tee=file)
         return writer
 
-    def columns(self) -> int:
+    def columns(self, seat: Seat) -> int:
         """Return the columns that a rank's line has on our terminal, for COLUMNS; 0 when it is none
         or the rank has it itself.
         """
-        ranks: Sequence[int] = range(self._plan.slots)
-        return worker_columns(ranks, prefixes=self._plan.logs.prefixes) if len(ranks) > 1 else 0
+        if seat.world.size == 1:
+            return 0
+        return worker_columns(seat.ranks, prefixes=prefixes(self._plan, seat))
 
 
 def _is_open(fd: int) -> bool:

@@ -28,7 +28,7 @@ from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.run_folder import LauncherAddress, RunFolder, default_root, open_run_folder
 from rallypoint.record.torchrun_files import hand_on
-from rallypoint.world import ranks_phrase
+from rallypoint.world import Seat, ranks_phrase
 
 # Seconds in which the run folder is made, until a line says what is waited for.
 DISK_PATIENCE = 5.0
@@ -66,8 +66,8 @@ class Reporter:
     """
 
     def __init__(
-        self, plan: Plan, clock: Clock, folder: RunFolder, writer: DiskWriter, console: Console
-    ) -> None:
+        self, plan: Plan, seat: Seat, clock: Clock, folder: RunFolder, writer: DiskWriter, console: Console
+    ) -> None:  # fmt: skip
         """`writer`: writes to the folder, whose disk may be a network's."""
         self._plan = plan
         self._clock = clock
@@ -85,7 +85,7 @@ class Reporter:
             "job-started",
             job=plan.job,
             program=exception_capture.sayable(plan.program.target),
-            world_size=plan.slots,
+            world_size=seat.world.size,
         )
 
     @property

@@ -64,7 +64,7 @@ class SpawnedRanks:
             os.close(evidence)
             return
         handle = RankHandle(message.index, message.index)
-        handle.adopt(message.pid, pidfd, evidence, starter.rank)
+        handle.adopt(message.pid, pidfd, evidence, starter.local_rank)
         handle.phase, handle.phase_at = "running", job.loop.now
         spawned.append(handle)
         spawned.sort(key=lambda one: one.rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, dataclass_transform
 
@@ -319,16 +319,17 @@ class Supervisor:
 
     def __init__(
         self,
+        ranks: Sequence[int],
         *,
-        world_size: int,
         max_restarts: int,
         grace: float,
         on_failure: Literal["stop", "continue"],
         roll_call: float = ROLL_CALL,
     ) -> None:
+        """`ranks` are this node's ranks in the first attempt."""
         self.state = State.PREPARING
         self.attempt = 0
-        self._size = world_size
+        self._numbers = ranks
         self._max_restarts = max_restarts
         self._grace = grace
         self._kill_at = math.inf  # the end of every grace, when the whole job has a time limit
@@ -356,7 +357,7 @@ class Supervisor:
         self._vain = 0  # looks in a row in which every living rank waited
 
     def __repr__(self) -> str:
-        return f"<Supervisor {self.state.value}, attempt {self.attempt}, {len(self._living())} of {self._size} ranks alive>"
+        return f"<Supervisor {self.state.value}, attempt {self.attempt}, {len(self._living())} of {len(self._numbers)} ranks alive>"
 
     def handle(self, event: JobEvent, now: float) -> list[Action]:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
@@ -371,7 +372,7 @@ class Supervisor:
     def _start_attempt(self, because: str, now: float) -> list[Action]:
         self.state = State.RUNNING
         self._attempt_began = now
-        self._ranks = {rank: _Rank() for rank in range(self._size)}
+        self._ranks = {rank: _Rank() for rank in self._numbers}
         self._status, self._sure, self._untold = None, False, ""
         return [StartRanks(self.attempt, because)]
 

@@ -59,7 +59,7 @@ class TemplateMessages:
                 job.parts.early,
                 imports=imports,
                 files_limit=self._files_limit,
-                guard=job.helpers.guard,
+                helpers=job.helpers,
             )
         )
         self._watch()

@@ -126,7 +126,7 @@ class WorkerMessages:
             handle.joined_at = handle.phase_at
         job.reporter.event("phase", rank=handle.rank, phase=phase)
         whole = handle.meeting is not None and rendezvous_mismatch.whole(
-            handle.meeting, job.plan.slots
+            handle.meeting, job.seat.world.size
         )
         job.feed(supervisor.PhaseEntered(handle.rank, phase, whole))
         if phase == "joining":
@@ -138,9 +138,9 @@ class WorkerMessages:
         job.reporter.event(
             "raised", rank=handle.rank, type=raised.type, message=raised.message[:500]
         )
-        handle.log_line = job.console.log_line(handle.rank)
+        handle.log_line = job.console.log_line(handle.local_rank)
         if not message.printed:
-            job.console.pump.note(handle.rank, raised.traceback)
+            job.console.pump.note(handle.local_rank, raised.traceback)
         if message.keyboard and handle.sent:  # our own SIGINT
             return
         if job.supervisor.is_stopping_from_outside:
@@ -149,7 +149,7 @@ class WorkerMessages:
         job.feed(supervisor.RankRaised(handle.rank, classify.is_consequence(raised), because))
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:
-        if self._job.plan.slots == 1:
+        if self._job.seat.world.size == 1:
             if handle.joined_at is None:
                 self._job.attempt.release()
             handle.released()

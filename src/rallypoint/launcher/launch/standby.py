@@ -22,7 +22,7 @@ from rallypoint.diagnosis.report import Report
 from rallypoint.errors import RallypointError
 from rallypoint.host import devices, processes
 from rallypoint.launcher import exception_capture, plan, preload_parts, protocol, torch_version
-from rallypoint.launcher.agent import guard, helper_processes
+from rallypoint.launcher.agent import helper_processes
 from rallypoint.launcher.agent.agent import Agent
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
 from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
@@ -53,7 +53,7 @@ def serve(terms: Terms) -> None:
 def _make_helpers(terms: Terms) -> HelperProcesses:
     """Start the guard, and take over the template, which ends with this process and has no
     children."""
-    ours = HelperProcesses(guard.start(f"RALLYPOINT_JOB={terms.job}".encode()))
+    ours = HelperProcesses.start(terms.suffix)
     ours.use(
         helper_processes.take_over(
             *terms.template, imports=True, files_limit=terms.files_limit, guard=ours.guard

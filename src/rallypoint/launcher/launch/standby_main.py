@@ -47,7 +47,8 @@ def main(line_fd: int, caller_pid: int) -> None:
     clock = Clock()
     suffix = os.urandom(8).hex()
     job = f"{clock.date('%Y%m%d-%H%M%S')}-{suffix}"
-    template = spawn.start_template({**os.environ, "RALLYPOINT_JOB": job}, imports=True)
+    ours = {"RALLYPOINT_FAMILY": suffix, "RALLYPOINT_JOB": job}
+    template = spawn.start_template({**os.environ, **ours}, imports=True)
     from rallypoint.launcher.launch import standby  # while the template imports torch
 
     standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))
