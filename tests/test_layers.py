@@ -63,7 +63,7 @@ PURE = (
      "diagnosis/tracebacks.py",
     "diagnosis/init_method.py", "diagnosis/rendezvous_mismatch.py", "diagnosis/render.py",
     "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py",
-    "launcher/agent/supervisor.py", "launcher/exits.py",
+    "launcher/agent/supervisor.py", "launcher/exits.py", "launcher/restarts.py",
     "launcher/nodes/messages.py", "launcher/nodes/joining.py", "launcher/nodes/refusals.py",
     "launcher/nodes/all_ranks.py", "launcher/nodes/lead.py",
 )  # fmt: skip

@@ -19,7 +19,7 @@ class World(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, sizes: Iterable[int]) -> World:
-        """Return the world whose nodes have so many ranks: `World.of([2, 2, 4])`."""
+        """Return the world of nodes with so many ranks: `World.of([2, 2, 4])`."""
         return cls(tuple((len(list(same)), ranks) for ranks, same in itertools.groupby(sizes)))
 
     @property

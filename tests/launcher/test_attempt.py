@@ -37,8 +37,9 @@ def test_a_port_is_this_process_s_until_its_host_is_forked() -> None:
     """Between the order and the fork the socket lay in the template's channel, and no process had
     it: another job was told of "a process in another container", and not how to end the job.
     """
-    attempt = Attempt(plan(nproc=1), 0, began=0.0, ignored=())
-    port = attempt.begin()
+    attempt = Attempt(plan(nproc=1), alone(plan(nproc=1)), began=0.0, ignored=())
+    attempt.begin()
+    port = attempt.seat.master_port
     order = next(attempt.orders(cast(RankStreams, None)))
     for fd in order.ours:
         os.close(fd)

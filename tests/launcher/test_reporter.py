@@ -21,6 +21,7 @@ from rallypoint.launcher.agent.console import Console
 from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.reporter import Reporter
+from rallypoint.launcher.plan import alone
 from rallypoint.launcher.protocol import ImportFailed
 from rallypoint.record.disk_writer import DiskWriter
 
@@ -186,7 +187,7 @@ def test_nodes_on_one_screen_print_one_report() -> None:
     cause = Report("rank-raised", "rank 5 on gpu02 raised ValueError: bad batch", ranks=(5,))
     for node, brief in ((0, ""), (1, render.in_one_line(cause, 1, "gpu02"))):
         writer = DiskWriter()
-        told = Reporter(plan(nproc=1), Clock(), folder, writer, screen)
+        told = Reporter(plan(nproc=1), alone(plan(nproc=1)), Clock(), folder, writer, screen)
         ranks = range(4 * node, 4 * node + 4)
         here = render.own_part(cause, node, f"gpu0{node + 1}", ranks, 0.41)
         told.show((cause,), ("ranks 0-3 followed rank 5",), here=here, brief=brief)

@@ -680,3 +680,212 @@ def test_the_same_failure_three_times_ends_the_restarts() -> None:
 )
 def test_other_failures_have_all_their_restarts(same: Callable[[int], str], lasts: float) -> None:
     assert attempts_of(same, lasts) == (10, [])
+
+
+# --- one of several nodes
+
+
+class Node(Play):
+    """Node 1 of a job, with ranks 2 and 3, whose template is ready. The lead's sentence comes when
+    the test feeds `Judged`.
+    """
+
+    def __init__(self, *, ready: bool = True, on_failure: Any = "stop") -> None:
+        super().__init__()
+        self.machine = Supervisor(
+            range(2, 4), alone=False, max_restarts=3, grace=30.0, on_failure=on_failure
+        )
+        if ready:
+            self.at(1.0, sv.Prepared())
+
+    def at(self, now: float, *events: sv.JobEvent) -> list[sv.Action]:
+        fresh = [action for event in events for action in self.machine.handle(event, now)]
+        self.actions += fresh
+        return fresh
+
+    def failed(self) -> Node:
+        """Fail rank 2, and tell the lead."""
+        self.at(5.0, ended(2, 1, sure=True), sv.EvidenceIn())
+        self.at(5.0 + sv.SETTLE_APART, sv.Timer("settle"))
+        assert [action.reason for action in self.of(sv.MakeReport)] == ["failure"]
+        return self
+
+    def waiting(self) -> Node:
+        """End every rank well."""
+        self.at(4.0, ended(2), ended(3))
+        assert self.machine.state is State.WAITING
+        return self
+
+
+def kinds(actions: Iterable[sv.Action]) -> list[type[sv.Action]]:
+    return [type(action) for action in actions]
+
+
+def test_ranks_are_known_by_their_numbers_in_the_job() -> None:
+    node = Node().failed()
+    assert signalled(node.at(6.0, sv.Judged(1))) == [(3, "SIGTERM")]
+
+
+def test_a_node_whose_ranks_have_ended_waits_for_the_lead() -> None:
+    node = Node()
+    node.at(4.0, ended(2))
+    over = node.at(4.1, ended(3))
+    assert over[-2:] == [
+        sv.CleanUp(True, "every rank has ended"),
+        sv.AttemptOver(True, "every rank has ended"),
+    ]
+    assert node.at(5.0, sv.JobEnded(0)) == [sv.Leave(0, "the lead has ended the job")]
+    assert node.machine.state is State.ENDED
+
+
+def test_ranks_that_end_before_the_sentence_leave_the_lead_its_time() -> None:
+    node = Node().failed()
+    assert kinds(node.at(5.5, ended(3, signal=6))) == [sv.CleanGroup]
+    assert node.machine.state is State.STOPPING
+    assert kinds(node.at(6.0, sv.Judged(7))) == [sv.CleanUp, sv.AttemptOver]
+    assert not node.of(sv.AttemptOver)[0].well
+
+
+def test_the_lead_starts_another_attempt_with_whatever_number() -> None:
+    node = Node().failed()
+    node.at(6.0, sv.Judged(1))
+    node.at(6.1, ended(3, signal=15))
+    assert not node.of(sv.Leave), "a restart is not decided here"
+    (start,) = node.at(7.0, sv.Next(4, range(5, 7)))
+    assert isinstance(start, sv.StartRanks)
+    assert (start.attempt, node.machine.attempt, node.machine.state) == (4, 4, State.RUNNING)
+    node.at(8.0, ended(6, 1, sure=True), sv.EvidenceIn())
+    node.at(8.0 + sv.SETTLE_APART, sv.Timer("settle"))
+    assert signalled(node.at(9.0, sv.Judged(1))) == [(5, "SIGTERM")]
+
+
+def test_another_attempt_waits_for_the_template() -> None:
+    node = Node(ready=False)
+    node.at(1.0, sv.Elsewhere("rank 0 raised ValueError"), sv.EvidenceIn())
+    assert [action.reason for action in node.of(sv.MakeReport)] == ["elsewhere"]
+    assert kinds(node.at(1.1, sv.Judged(1))) == [sv.CleanUp, sv.AttemptOver]
+    assert node.at(1.2, sv.Next(1, range(2, 4))) == []
+    assert kinds(node.at(2.0, sv.Prepared())) == [sv.StartRanks]
+    assert node.machine.attempt == 1
+
+
+def test_a_template_that_is_ready_while_the_job_is_judged_is_remembered() -> None:
+    node = Node(ready=False)
+    node.at(1.0, sv.Elsewhere("rank 0 raised ValueError"), sv.Prepared(), sv.EvidenceIn())
+    node.at(1.1, sv.Judged(1))
+    assert kinds(node.at(1.2, sv.Next(1, range(2, 4)))) == [sv.StartRanks]
+
+
+def test_a_failure_elsewhere_is_judged_here_as_well() -> None:
+    node = Node()
+    asked = node.at(5.0, sv.Elsewhere("rank 0 raised ValueError"))
+    assert asked[0] == sv.AskEvidence("rank 0 raised ValueError")
+    assert node.at(5.1, sv.EvidenceIn()) == [], "a failure here may follow"
+    (report,) = node.at(5.0 + sv.SETTLE_APART, sv.Timer("settle"))
+    assert report == sv.MakeReport("elsewhere", "rank 0 raised ValueError")
+    assert signalled(node.at(5.5, sv.Judged(1))) == [(2, "SIGTERM"), (3, "SIGTERM")]
+
+
+def test_a_failure_elsewhere_leaves_one_here_a_failure() -> None:
+    node = Node()
+    node.at(5.0, ended(2, 1, sure=True), sv.Elsewhere("rank 0 raised"), sv.EvidenceIn())
+    node.at(5.0 + sv.SETTLE_APART, sv.Timer("settle"))
+    assert [action.reason for action in node.of(sv.MakeReport)] == ["failure"]
+
+
+def test_a_failure_elsewhere_after_the_end_of_all_ranks_here_is_only_told_about() -> None:
+    node = Node().waiting()
+    assert node.at(5.0, sv.Elsewhere("rank 0 raised ValueError")) == [
+        sv.MakeReport("elsewhere", "rank 0 raised ValueError")
+    ]
+    assert node.at(5.5, sv.Judged(1)) == []
+    assert len(node.of(sv.AttemptOver)) == 1
+    assert kinds(node.at(6.0, sv.Next(1, range(2, 4)))) == [sv.StartRanks]
+
+
+def test_a_signal_elsewhere_and_the_same_here_are_one() -> None:
+    node = Node()
+    node.at(5.0, sv.Elsewhere("node 0 got SIGINT", "SIGINT"))
+    node.at(5.0 + sv.ONE_SIGNAL / 2, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    assert [action.reason for action in node.of(sv.MakeReport)] == ["interrupted"]
+    stop = node.at(5.4, sv.Judged(130))
+    assert signalled(stop) == [(2, "SIGINT"), (3, "SIGINT")]
+    assert signalled(node.at(7.0, sv.Signalled("SIGINT", 2))) == [(2, "SIGKILL"), (3, "SIGKILL")]
+
+
+def test_a_stop_from_outside_waits_for_ranks_on_other_nodes() -> None:
+    node = Node()
+    node.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn())
+    node.at(5.1, sv.Judged(143))
+    for look in range(10):
+        assert kinds(node.at(6.0 + look, sv.Stuck((2, 3)))) == [sv.SetTimer]
+    assert node.machine.all_wait
+    node.at(20.0, sv.InVain())
+    assert signalled(node.at(20.1, sv.Stuck((2, 3)))) == [(2, "SIGKILL"), (3, "SIGKILL")]
+
+
+def test_a_signal_after_the_end_of_all_ranks_is_told_and_a_second_one_leaves() -> None:
+    node = Node().waiting()
+    (report,) = node.at(5.0, sv.Signalled("SIGTERM", 15))
+    assert report == sv.MakeReport("interrupted", "the launcher got SIGTERM")
+    assert node.at(5.1, sv.Elsewhere("node 0 got SIGTERM", "SIGTERM")) == []
+    (over,) = node.at(5.2, sv.Next(1, range(2, 4)))
+    assert over == sv.AttemptOver(False, "the launcher got SIGTERM"), "it comes too late"
+    (leave,) = node.at(6.0, sv.Signalled("SIGTERM", 15))
+    assert isinstance(leave, sv.Leave)
+    assert leave.status == 128 + 15
+
+
+@pytest.mark.parametrize("phase", ["preparing", "running", "judging", "stopping", "waiting"])
+def test_a_node_without_its_lead_ends_its_ranks_and_leaves(phase: str) -> None:
+    node = Node(ready=phase != "preparing")
+    if phase == "judging":
+        node.at(5.0, sv.Elsewhere("rank 0 raised"))
+    elif phase == "stopping":
+        node.failed().at(5.5, sv.Judged(1))
+    elif phase == "waiting":
+        node.waiting()
+    lost = node.at(9.0, sv.Isolated("node 0 was lost"))
+    ranks = {"stopping": [3], "preparing": [], "waiting": []}.get(phase, [2, 3])
+    assert signalled(lost) == [(rank, "SIGKILL") for rank in ranks]
+    assert lost[-1] == sv.MakeReport("isolated", "node 0 was lost")
+    assert node.at(9.1, sv.Isolated("node 0 was lost")) == []
+    node.at(9.2, sv.Judged(75), *(ended(rank, signal=9) for rank in ranks))
+    assert len(node.of(sv.CleanUp)) == 1
+    assert node.status == (1 if phase == "stopping" else 75), "the failure came first"
+    assert len(node.of(sv.AttemptOver)) == (phase == "waiting")
+
+
+def test_who_is_missing_in_init_process_group_is_not_judged_here() -> None:
+    node = Node()
+    assert node.at(2.0, sv.PhaseEntered(2, "joining")) == []
+    assert kinds(node.at(3.0, ended(3))) == [sv.CleanGroup]
+    assert node.machine.state is State.RUNNING
+
+
+def test_a_dismissal_before_the_end_of_the_ranks_waits_for_it() -> None:
+    node = Node().failed()
+    node.at(6.0, sv.Judged(1), sv.JobEnded(75))
+    assert [type(action) for action in node.at(6.5, ended(3, signal=15))][1:] == [
+        sv.CleanUp,
+        sv.Leave,
+    ]
+    assert node.status == 75
+
+
+def test_without_its_guard_a_node_ends_its_ranks_before_it_hears_from_the_lead() -> None:
+    node = Node()
+    lost = node.at(5.0, sv.HelperEnded("guard"))
+    assert signalled(lost) == [(2, "SIGKILL"), (3, "SIGKILL")]
+    assert lost[-1] == sv.MakeReport("helper", "the guard has ended")
+    node.at(5.1, ended(2, signal=9), ended(3, signal=9), sv.Judged(1))
+    assert kinds(node.at(6.0, sv.Next(1, range(2, 4)))) == [sv.AttemptOver], "it cannot start any"
+
+
+def test_a_job_that_goes_on_when_ranks_fail_is_over_after_its_last_report() -> None:
+    node = Node(on_failure="continue")
+    node.at(5.0, ended(2, 1, sure=True))
+    assert [action.reason for action in node.of(sv.MakeReport)] == ["failure"]
+    assert kinds(node.at(5.1, ended(3))) == [sv.CleanGroup]
+    assert kinds(node.at(5.2, sv.Judged(1))) == [sv.CleanUp, sv.AttemptOver]
+    assert not node.of(sv.AttemptOver)[0].well

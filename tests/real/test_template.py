@@ -217,7 +217,8 @@ def test_our_hold_on_it(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     )
     assert f"RALLYPOINT_FAMILY={forked['environ']['RALLYPOINT_FAMILY']}" in forked["first environ"]
     assert not any(
-        entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_PORT=")) for entry in forked["first environ"]
+        entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_PORT="))
+        for entry in forked["first environ"]
     )  # the template's
 
 

@@ -1,4 +1,4 @@
-"""Decision whether a job whose attempt has failed is started again. Pure."""
+"""Decision whether a job is started again after a failure. Pure."""
 
 from __future__ import annotations
 

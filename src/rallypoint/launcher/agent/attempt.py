@@ -161,6 +161,11 @@ class Attempt:
         # See torch_hooks.py: a program that spawns its own ranks must find torch's plain meaning.
         if not plan.torch or self._is_single:
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        if self.seat.interface:
+            # Else gloo and tensorpipe bind what the host's own name resolves to: 127.0.1.1, mostly.
+            for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+                if name not in os.environ:
+                    environment[name] = self.seat.interface
         if columns and "COLUMNS" not in os.environ:
             environment["COLUMNS"] = str(columns)
         return environment

@@ -128,7 +128,7 @@ def start_for(
         **os.environ,
         **given,
         "RALLYPOINT_FAMILY": helpers.family,
-        # for whoever finds it later and asks whose process it is
+        # for a look at what holds a port
         "RALLYPOINT_JOB": plan.job,
     }
     pid, line = spawn.start_template(environment, imports=imports)

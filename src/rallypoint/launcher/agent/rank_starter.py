@@ -254,5 +254,5 @@ class RankStarter:
 
 
 def _again(seat: Seat, attempt: int) -> Seat:
-    """Return the same seat for another attempt, whose meeting point is not held yet."""
+    """Return the same seat for another attempt, before its meeting point is held."""
     return msgspec.structs.replace(seat, attempt=attempt, master_port=0)

@@ -16,17 +16,8 @@ from typing import Any, Literal, dataclass_transform
 import msgspec
 
 from rallypoint.launcher.plan import ROLL_CALL
+from rallypoint.launcher.restarts import Restarts
 from rallypoint.world import ranks_phrase
-
-SOON_AFTER_START = 10.0
-"""Seconds since its start in which an attempt must fail to count among equal ones: one that has
-trained for longer may get further.
-"""
-
-ENOUGH_TIMES = 3
-"""Equal failures in a row, each soon after a start, after which no other attempt is made: two may
-be chance.
-"""
 
 # Seconds after a failure that looks like a cause in which a better one may still arrive: two ranks
 # that fail together are two causes.
@@ -65,17 +56,18 @@ WORTH_A_LINE = 2.0
 KILL_PATIENCE = 5.0
 
 
-Reason = Literal["failure", "interrupted", "overdue", "start", "helper"]
+Reason = Literal["failure", "interrupted", "overdue", "start", "helper", "elsewhere", "isolated"]
 """Subject of a report."""
 
 
 class State(enum.Enum):
-    """States of a job."""
+    """States of one node's share of a job."""
 
     PREPARING = "preparing"  # the template imports
     RUNNING = "running"
     JUDGING = "judging"  # something failed or a person asked: evidence is being gathered
-    STOPPING = "stopping"
+    STOPPING = "stopping"  # a report was asked for; then the ranks are ended
+    WAITING = "waiting"  # every rank here has ended, and the lead says what follows
     ENDED = "ended"
 
 
@@ -179,6 +171,36 @@ class Stuck(JobEvent):
 
     ranks: tuple[int, ...]
     waiting: tuple[int, ...] = ()
+
+
+class Elsewhere(JobEvent):
+    """The job has failed on another node, or (`signal`) was stopped from outside there."""
+
+    because: str
+    signal: str = ""
+
+
+class InVain(JobEvent):
+    """All ranks of the job wait for one another: those that wait here will not go on."""
+
+
+class Next(JobEvent):
+    """The lead starts another attempt, in which this node has these ranks."""
+
+    attempt: int
+    ranks: Sequence[int]
+
+
+class JobEnded(JobEvent):
+    """The lead has ended the job, with this exit status."""
+
+    status: int
+
+
+class Isolated(JobEvent):
+    """This node has lost the lead."""
+
+    because: str
 
 
 class Timer(JobEvent):
@@ -291,6 +313,15 @@ class CleanUp(Action):
     because: str
 
 
+class AttemptOver(Action):
+    """Tell the lead that every rank here has ended; `Next` or `JobEnded` answers. `well`: each of
+    them with exit code 0. Once for each attempt.
+    """
+
+    well: bool
+    because: str
+
+
 class Leave(Action):
     """End the launcher itself."""
 
@@ -315,12 +346,17 @@ class _Rank:
 
 
 class Supervisor:
-    """The job's one decision maker. `handle` returns what to do now; nothing else changes it."""
+    """Decision maker of one node. `handle` returns what to do now; nothing else changes it.
+
+    On the only node (`alone`) it decides the whole job. Else the lead decides what needs every
+    node: the report, whether the job is started again, and who is missing in init_process_group.
+    """
 
     def __init__(
         self,
         ranks: Sequence[int],
         *,
+        alone: bool = True,
         max_restarts: int,
         grace: float,
         on_failure: Literal["stop", "continue"],
@@ -330,7 +366,14 @@ class Supervisor:
         self.state = State.PREPARING
         self.attempt = 0
         self._numbers = ranks
-        self._max_restarts = max_restarts
+        self._alone = alone
+        self._restarts = Restarts(max_restarts)
+        self._is_ready = False  # the template
+        self._is_judged = True  # the report that was asked for is made
+        self._is_isolated = False
+        self._is_over = False  # `AttemptOver` was said
+        self._dismissed: int | None = None  # the exit status that the lead has sent
+        self._in_vain = False  # all ranks of all nodes wait
         self._grace = grace
         self._kill_at = math.inf  # the end of every grace, when the whole job has a time limit
         self._continue = on_failure == "continue"
@@ -347,8 +390,6 @@ class Supervisor:
         self._untold = ""
         self._settle_until = 0.0
         self._attempt_began = 0.0
-        # the last failure, and how often it has come in a row, soon after each start
-        self._same, self._times = "", 0
         self._at_once = False  # the ranks get no grace
         self._asked_by: Signalled | None = None
         self._asked_at = 0.0
@@ -369,16 +410,22 @@ class Supervisor:
     def _start(self, event: Prepared, now: float) -> list[Action]:
         return self._start_attempt("the template is ready", now)
 
+    def _prepared(self, event: Prepared, now: float) -> list[Action]:
+        """Note that the ranks can be started, which is not done now."""
+        self._is_ready = True
+        return []
+
     def _start_attempt(self, because: str, now: float) -> list[Action]:
-        self.state = State.RUNNING
+        self.state, self._is_ready = State.RUNNING, True
         self._attempt_began = now
         self._ranks = {rank: _Rank() for rank in self._numbers}
         self._status, self._sure, self._untold = None, False, ""
+        self._reason, self._in_vain, self._is_over = "failure", False, False
         return [StartRanks(self.attempt, because)]
 
     def _impossible(self, event: Impossible, now: float) -> list[Action]:
         self._reason = "start"
-        return self._conclude(event.because)
+        return self._conclude(event.because, now)
 
     def _phase(self, event: PhaseEntered, now: float) -> list[Action]:
         rank = self._ranks[event.rank]
@@ -390,7 +437,7 @@ class Supervisor:
         if rank.waits:
             rank.since, rank.whole = now, event.whole
         judging = self._look_for_absent(now)
-        if judging or waited or not rank.waits:
+        if judging or waited or not rank.waits or not self._alone:
             return judging
         self._roll_after = self._roll_call
         return [SetTimer("roll call", now + self._roll_after)]
@@ -434,7 +481,7 @@ class Supervisor:
         A group of all ranks is certain to need it; a rank that has joined as many of them as one
         that waits was there, and may leave."""
         waiting = [number for number in self._waiting() if self._ranks[number].whole]
-        if self._continue or not waiting:
+        if self._continue or not waiting or not self._alone:
             return []
         groups = max(self._ranks[number].joined for number in waiting)
         gone = {
@@ -490,7 +537,7 @@ class Supervisor:
         return [SetTimer("settle", now + SETTLE_FOR_CAUSE)]
 
     def _tell(self, because: str) -> list[Action]:
-        self._untold, self._sure = "", False
+        self._untold, self._sure, self._is_judged = "", False, False
         return [MakeReport("failure", because)]
 
     def _helper_ended(self, event: HelperEnded, now: float) -> list[Action]:
@@ -498,7 +545,7 @@ class Supervisor:
         # Without its guard or its template a job has lost the promise that nothing outlives it:
         # there is no time for a grace.
         self._at_once = event.name in ("guard", "template")
-        return self._conclude(f"the {event.name} has ended")
+        return self._conclude(f"the {event.name} has ended", now)
 
     def _signalled(self, event: Signalled, now: float) -> list[Action]:
         if self._is_the_same(now):
@@ -526,12 +573,12 @@ class Supervisor:
     def _end_from_outside(self, because: str, now: float) -> list[Action]:
         self._sure = True
         if self._at_once or not self._living():
-            return self._conclude(because)
+            return self._conclude(because, now)
         return self._judge(because, now)
 
     def _overdue_too_late(self, event: Overdue, now: float) -> list[Action]:
         """Let the job end by what has failed by then, in this time; nothing is started again."""
-        self._max_restarts, self._kill_at = self.attempt, now + event.grace
+        self._restarts.most, self._kill_at = self.attempt, now + event.grace
         if self.state is not State.STOPPING:
             return []
         return [SetTimer("grace", min(self._grace_over, self._kill_at))]
@@ -541,8 +588,6 @@ class Supervisor:
     def _judge(self, because: str, now: float) -> list[Action]:
         """Ask every rank where it is, before anything is stopped."""
         self.state, self._because, self._evidence_in = State.JUDGING, because, False
-        if self._asked_by is None:
-            self._reason = "failure"
         self._settle_until = now + self._settle()
         return [AskEvidence(because), SetTimer("settle", self._settle_until)]
 
@@ -566,22 +611,24 @@ class Supervisor:
     def _perhaps_conclude(self, event: JobEvent, now: float) -> list[Action]:
         self._evidence_in = self._evidence_in or isinstance(event, EvidenceIn)
         settled = now >= self._settle_until or self._is_from_outside() or not self._living()
-        return self._conclude(self._because) if self._evidence_in and settled else []
+        return self._conclude(self._because, now) if self._evidence_in and settled else []
 
-    def _conclude(self, because: str) -> list[Action]:
+    def _conclude(self, because: str, now: float) -> list[Action]:
         """Report; what follows waits for `Judged`, which carries the exit status."""
-        self.state, self._because = State.STOPPING, because
-        return [MakeReport(self._reason, because)]
+        self.state, self._because, self._is_judged = State.STOPPING, because, False
+        # With other nodes the answer may take seconds.
+        killing = self._kill(because, now) if self._at_once and not self._alone else []
+        return [*killing, MakeReport(self._reason, because)]
 
     def _judged_while_running(self, event: Judged, now: float) -> list[Action]:
         """Go on: each report of such a job is one of all that has failed by now."""
-        self._status = event.status
+        self._status, self._is_judged = event.status, True
         return [] if self._living() else self._all_ended(now)
 
     def _judged(self, event: Judged, now: float) -> list[Action]:
         self._status = event.status if self._status is None else self._status
-        again = event.same == self._same and now - self._attempt_began <= SOON_AFTER_START
-        self._same, self._times = event.same, self._times + 1 if again else 1
+        self._is_judged = True
+        self._restarts.failed(event.same, now - self._attempt_began)
         living = self._living()
         if not living:
             return self._all_ended(now)
@@ -608,7 +655,7 @@ class Supervisor:
         actions: list[Action] = [CleanGroup(event.rank, kill=True, because=self._because)]
         if not self._living():
             return actions + self._all_ended(now)
-        if not self._is_from_outside():
+        if not self._is_from_outside() or not self._is_judged:
             return actions
         # a rank that waited for it has lost its connection, and may run its handler now
         self._last_end, self._vain = now, 0
@@ -663,7 +710,7 @@ class Supervisor:
         self._vain = self._vain + 1 if all_wait else 0
         rarely = now > self._last_end + STUCK_SOON and not self._vain
         again = SetTimer("stuck", now + (STUCK_LATER if rarely else STUCK_AFTER))
-        if outside and self._vain < VAIN_LOOKS:
+        if outside and not self._is_in_vain():
             return [again]
         actions: list[Action] = []
         killed: list[int] = []
@@ -682,6 +729,19 @@ class Supervisor:
             in_vain += ", and no living rank can end it" if outside else ""
             actions.append(SayKilled(tuple(killed), in_vain))
         return [*actions, again]  # also of one that had no turn yet to see it
+
+    def _is_in_vain(self) -> bool:
+        """Return whether no living rank can end the wait of the others."""
+        return self.all_wait if self._alone else self._in_vain
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether every living rank here was seen to wait, in look after look."""
+        return self._vain >= VAIN_LOOKS
+
+    def _note_in_vain(self, event: InVain, now: float) -> list[Action]:
+        self._in_vain = True
+        return []
 
     def _helper_ended_while_stopping(self, event: HelperEnded, now: float) -> list[Action]:
         if event.name not in ("guard", "template"):
@@ -709,24 +769,115 @@ class Supervisor:
     # --- ends
 
     def _all_ended(self, now: float) -> list[Action]:
+        if not self._is_judged:  # it follows then
+            return []
+        if not self._alone and not self._is_isolated:
+            return self._attempt_over()
         if self.state is State.RUNNING:
             return self._leave("every rank has ended", gently=self._status is None, status=0)
+        restarts = self._restarts
         failed = self._reason == "failure" and self._asked_by is None
-        if not failed or self.attempt >= self._max_restarts:
+        if not failed or not restarts.is_left:
             return self._leave(self._because)
-        if self._same and self._times >= ENOUGH_TIMES:
-            cleaning, leaving = self._leave(self._because)
-            return [cleaning, SayHopeless(self._times), leaving]
+        if restarts.is_hopeless:
+            *before, leaving = self._leave(self._because)
+            return [*before, SayHopeless(restarts.times), leaving]
         cleaning = CleanUp(gently=False, because=self._because)
-        self.attempt += 1
-        why = f"attempt {self.attempt} of {self._max_restarts}: {self._because}"
+        restarts.made += 1
+        self.attempt = restarts.made
+        why = f"attempt {self.attempt} of {restarts.most}: {self._because}"
         return [cleaning, *self._start_attempt(why, now)]
+
+    # --- with other nodes
+
+    def _elsewhere(self, event: Elsewhere, now: float) -> list[Action]:
+        self._reason = "elsewhere"
+        self._heed_signal(event, now)
+        self._sure = True
+        return self._judge(event.because, now)
+
+    def _elsewhere_too(self, event: Elsewhere, now: float) -> list[Action]:
+        self._heed_signal(event, now)
+        return []
+
+    def _elsewhere_after_the_end(self, event: Elsewhere, now: float) -> list[Action]:
+        """Report of ranks that have ended before: the lead wants the part of every node."""
+        if self._asked_by is not None:  # that is told
+            return []
+        self._reason = "elsewhere"
+        self._heed_signal(event, now)
+        return [MakeReport(self._reason, event.because)]
+
+    def _heed_signal(self, event: Elsewhere, now: float) -> None:
+        """Take a signal on another node for one of our own: the terminal may send it to each."""
+        if event.signal and self._asked_by is None:
+            self._asked_by = Signalled(event.signal, signal.Signals[event.signal])
+            self._asked_at, self._reason = now, "interrupted"
+
+    def _signalled_after_the_end(self, event: Signalled, now: float) -> list[Action]:
+        if self._is_the_same(now):
+            return []
+        if self._asked_by is not None:
+            self.state = State.ENDED
+            status = 128 + event.number if self._status is None else self._status
+            return [Leave(status, f"a second signal ({event.name}) has come")]
+        self._asked_by, self._asked_at, self._reason = event, now, "interrupted"
+        self._because = f"the launcher got {event.name}"
+        return [MakeReport("interrupted", self._because)]
+
+    def _judged_after_the_end(self, event: Judged, now: float) -> list[Action]:
+        self._status = event.status
+        return []
+
+    def _helper_ended_after_the_end(self, event: HelperEnded, now: float) -> list[Action]:
+        if event.name not in ("guard", "template"):
+            return []
+        self._reason, self._because = "helper", f"the {event.name} has ended"
+        return [MakeReport("helper", self._because)]
+
+    def _isolated(self, event: Isolated, now: float) -> list[Action]:
+        """End the ranks at once: the others have gone on without them, or have ended as well."""
+        if self._is_isolated:
+            return []
+        self._reason, self._at_once, self._is_isolated = "isolated", True, True
+        return self._conclude(event.because, now)
+
+    def _attempt_over(self) -> list[Action]:
+        well = self.state is State.RUNNING and self._status is None
+        because = "every rank has ended" if self.state is State.RUNNING else self._because
+        if self._dismissed is not None:
+            self.state = State.ENDED
+            return [CleanUp(well, because), Leave(self._dismissed, because)]
+        self.state, self._is_over = State.WAITING, True
+        return [CleanUp(well, because), AttemptOver(well, because)]
+
+    def _next(self, event: Next, now: float) -> list[Action]:
+        self.attempt, self._numbers = event.attempt, event.ranks
+        # The lead did not know of it yet.
+        if self._asked_by is not None or self._reason == "helper":
+            return [AttemptOver(False, self._because)]
+        self._ranks = {}
+        if not self._is_ready:
+            self.state = State.PREPARING
+            return []
+        return self._start_attempt(f"attempt {event.attempt}: {self._because}", now)
+
+    def _dismissed_now(self, event: JobEnded, now: float) -> list[Action]:
+        self.state = State.ENDED
+        return [Leave(event.status, "the lead has ended the job")]
+
+    def _dismissed_early(self, event: JobEnded, now: float) -> list[Action]:
+        """Leave when every rank has ended."""
+        self._dismissed = event.status
+        return []
+
+    # --- the end
 
     def _leave(self, because: str, *, gently: bool = False, status: int = 1) -> list[Action]:
         """End the job, with `status` unless a report has said another one."""
         self.state = State.ENDED
         status = status if self._status is None else self._status
-        return [CleanUp(gently, because), Leave(status, because)]
+        return [*([] if self._is_over else [CleanUp(gently, because)]), Leave(status, because)]
 
     def _living(self) -> tuple[int, ...]:
         return tuple(number for number, rank in self._ranks.items() if not rank.ended)
@@ -744,6 +895,8 @@ TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[
     State.PREPARING: {
         Prepared: Supervisor._start,
         Impossible: Supervisor._impossible,
+        Elsewhere: Supervisor._elsewhere,
+        Isolated: Supervisor._isolated,
         HelperEnded: Supervisor._helper_ended,
         Signalled: Supervisor._signalled,
         Overdue: Supervisor._overdue,
@@ -761,6 +914,8 @@ TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[
         Signalled: Supervisor._signalled,
         Overdue: Supervisor._overdue,
         Judged: Supervisor._judged_while_running,
+        Elsewhere: Supervisor._elsewhere,
+        Isolated: Supervisor._isolated,
     },
     State.JUDGING: {
         RankRaised: Supervisor._another,
@@ -771,6 +926,10 @@ TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[
         HelperEnded: Supervisor._helper_ended,
         Signalled: Supervisor._signalled,
         Overdue: Supervisor._overdue_too_late,
+        Prepared: Supervisor._prepared,
+        Elsewhere: Supervisor._elsewhere_too,
+        JobEnded: Supervisor._dismissed_early,
+        Isolated: Supervisor._isolated,
     },
     State.STOPPING: {
         Judged: Supervisor._judged,
@@ -780,6 +939,20 @@ TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[
         Signalled: Supervisor._signal_while_stopping,
         HelperEnded: Supervisor._helper_ended_while_stopping,
         Overdue: Supervisor._overdue_too_late,
+        Prepared: Supervisor._prepared,
+        InVain: Supervisor._note_in_vain,
+        JobEnded: Supervisor._dismissed_early,
+        Isolated: Supervisor._isolated,
+    },
+    State.WAITING: {
+        Prepared: Supervisor._prepared,
+        Elsewhere: Supervisor._elsewhere_after_the_end,
+        Signalled: Supervisor._signalled_after_the_end,
+        HelperEnded: Supervisor._helper_ended_after_the_end,
+        Judged: Supervisor._judged_after_the_end,
+        Next: Supervisor._next,
+        JobEnded: Supervisor._dismissed_now,
+        Isolated: Supervisor._isolated,
     },
     State.ENDED: {},
 }
