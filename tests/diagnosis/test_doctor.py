@@ -31,7 +31,8 @@ from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
 from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host.addresses import Host
-from rallypoint.host.devices import Build, Device, Found, Look, Process, Visible
+from rallypoint.host.devices import Build, Device, Found, Look, Process
+from rallypoint.host.visible_devices import Visible
 from rallypoint.host.firewall import Chain, Condition, Firewall, Rule, nft_chains
 from rallypoint.host.interfaces import Interface, InterfaceAddress
 from rallypoint.host.resolver import Answer
@@ -337,7 +338,7 @@ def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
             # 40000 listening, 40001 connected twice, 40002 in TIME_WAIT, 22 listening
             "proc/self/net/tcp": head
             + "".join(
-                f"   {i}: 0100007F:{port:04X} 0100007F:0016 {state} 0:0 0:0\n"
+                f"   {i}: 0100007F:{port:04X} 0100007F:0016 {state} 0:0 0:0 0 0 0 {i}\n"
                 for i, (port, state) in enumerate(
                     [(40000, "0A"), (40001, "01"), (40001, "01"), (40002, "06"), (22, "0A")]
                 )

@@ -18,7 +18,8 @@ import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host import ports
-from rallypoint.host.ports import PortHolder, ephemeral_range, hold_port, holders
+from rallypoint.host.port_holder import PortHolder
+from rallypoint.host.ports import ephemeral_range, hold_port, holders
 
 SOON = 20.0
 

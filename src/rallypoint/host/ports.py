@@ -6,20 +6,18 @@ anyone may take it. What is handed over here is the listening socket itself.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
 import random
 import socket
-import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
-from typing import NamedTuple
 
-from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.port_holder import PortHolder, described, same_place, user_name
 from rallypoint.host.probe import address_of, numeric
+from rallypoint.host.tcp_table import LISTENING, TIME_WAIT, TcpSocket, owners_of, tcp_sockets
 
 BACKLOG = 65535
 """Connections that may wait to be accepted: as many as the kernel allows (it takes min(this,
@@ -33,8 +31,6 @@ same one. Seen: once or twice beside a process that binds every port it can."""
 RESOLVE_TIMEOUT = 5.0
 """Seconds for the resolver, when a name was given to listen on: as long as it waits itself before
 it asks a silent name server again."""
-
-LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
 
 
 class HeldPort:
@@ -89,63 +85,6 @@ class HeldPort:
         self.release()
 
 
-class PortHolder(NamedTuple):
-    """Process that has a port. `pid` 0: not visible to us; `uid` is the socket's owner, which
-    everyone may see."""
-
-    port: int
-    host: str
-    # "listening", "connected", "ownerless" (what is left of a connection, or its beginning),
-    # "time-wait"
-    state: str
-    uid: int
-    pid: int = 0
-    command: str = ""
-    started: float = 0.0  # seconds since 1970, 0 if unknown
-    peer: str = ""
-    # the rallypoint job that the process belongs to, if it is one of the launcher's own or a forked
-    # rank
-    job: str = ""
-
-    @property
-    def user(self) -> str:
-        """Return the owner's name, or number where there is none."""
-        return _user(self.uid)
-
-    def accepts_at(self, ip: str) -> bool:
-        """Tell whether it listens at this address of this machine: at itself, or at all of them."""
-        return (
-            self.state == "listening" and _same_place(self.host, ip) and ip not in ("0.0.0.0", "::")
-        )
-
-    def line(self, now: float | None = None) -> str:
-        """`python train.py (pid 5112, user ada, started 3 h ago) is listening on
-        127.0.0.1:29500`."""
-        address = address_of(self.host, self.port)
-        if self.state == "time-wait":
-            return f"a connection that was closed on {address} is still in TIME_WAIT, at most 60 s"
-        if self.state == "ownerless":
-            return f"no process has the connection from {address} to {self.peer}: it was closed, or is not accepted yet"
-        does = (
-            f"is listening on {address}"
-            if self.state == "listening"
-            else f"is connected from {address} to {self.peer}"
-        )
-        if not self.pid:
-            unseen = (
-                "in another container"
-                if os.geteuid() in (0, self.uid)
-                else "only that user and root see which"
-            )
-            return f"a process of user {self.user} ({unseen}) {does}"
-        since = (
-            f", started {_ago((Clock().wall() if now is None else now) - self.started)}"
-            if self.started
-            else ""
-        )
-        return f"{self.command or 'a process'} (pid {self.pid}, user {self.user}{since}) {does}"
-
-
 def hold_port(
     port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int] | None = None
 ) -> HeldPort:
@@ -187,19 +126,34 @@ def holders(port: int) -> list[PortHolder]:
     hindrance, and sockets that are bound and do not listen. Takes milliseconds; reads every
     process's descriptors only until all are found.
     """
-    return _holders_of(list(_sockets(port, port)))
+    return _holders_of(list(tcp_sockets(port, port)))
 
 
 def held_by(low: int, high: int) -> list[tuple[str, int]]:
     """Count the ports of this range that each process holds, the largest number first: `python
     train.py (pid 5112, user ada)`. TIME_WAIT does not count."""
     ports: dict[str, set[int]] = {}
-    for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state != TIME_WAIT]):
+    for holder in _holders_of(
+        [entry for entry in tcp_sockets(low, high) if entry.state != TIME_WAIT]
+    ):
         name = f"processes of user {holder.user}"
         if holder.pid:
             name = f"{holder.command} (pid {holder.pid}, user {holder.user})"
         ports.setdefault(name, set()).add(holder.port)
     return sorted(((name, len(held)) for name, held in ports.items()), key=lambda item: -item[1])
+
+
+def _holders_of(sockets: Sequence[TcpSocket]) -> list[PortHolder]:
+    owners = owners_of({entry.inode for entry in sockets if entry.inode})
+    names = {LISTENING: "listening", TIME_WAIT: "time-wait"}
+    found = []
+    for entry in sockets:
+        pids = owners.get(entry.inode, [])
+        state = names.get(entry.state, "connected" if entry.inode else "ownerless")
+        plain = PortHolder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
+        found += [described(plain, pid) for pid in pids] or [plain]
+    order = ("listening", "connected", "ownerless", "time-wait")
+    return sorted(found, key=lambda holder: (order.index(holder.state), holder.pid))
 
 
 def check_loopback(ip: str) -> None:
@@ -311,7 +265,7 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
         blocking = [
             holder
             for holder in holders(port)
-            if holder.state != "time-wait" and _same_place(holder.host, ip)
+            if holder.state != "time-wait" and same_place(holder.host, ip)
         ]
         # Of a process that listens its connections say nothing more.
         listening = {one.pid for one in blocking if one.pid and one.state == "listening"}
@@ -371,17 +325,10 @@ def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentP
     )
     return EnvironmentProblem(
         "port-forbidden" if low_ones else "port-unavailable",
-        f"{which} be bound by user {_user(os.geteuid())}",
+        f"{which} be bound by user {user_name(os.geteuid())}",
         why=(why, *others),
         help=((help, ""),),
     )
-
-
-def _same_place(held: str, ip: str) -> bool:
-    """Tell whether a socket that is bound to `held` keeps others from `ip`: the same address, or
-    one of the two is all of them."""
-    plain = held.removeprefix("::ffff:")
-    return plain == ip or {plain, ip} & {"0.0.0.0", "::"} != set()
 
 
 def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
@@ -414,138 +361,12 @@ def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
     )
 
 
-class _Socket(NamedTuple):
-    """Entry of the kernel's list of sockets."""
-
-    host: str
-    port: int
-    peer: str
-    state: int
-    uid: int
-    inode: int
-
-
-def _sockets(low: int, high: int) -> Iterator[_Socket]:
-    """Yield the TCP sockets on these ports of this network namespace, as far as the kernel tells
-    (proc_net_tcp.txt, sock_diag(7))."""
-    for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        try:
-            with open(path, encoding="ascii") as file:
-                lines = file.readlines()[1:]
-        except OSError:  # IPv6 switched off
-            continue
-        for line in lines:
-            fields = line.split()
-            if (
-                not low <= int(fields[1][-4:], 16) <= high
-            ):  # a busy server has tens of thousands of others
-                continue
-            host, port = _decode(fields[1])
-            peer, state = address_of(*_decode(fields[2])), int(fields[3], 16)
-            yield _Socket(host, port, peer, state, int(fields[7]), int(fields[9]))
-
-
-def _decode(text: str) -> tuple[str, int]:
-    """`0100007F:733C` -> ("127.0.0.1", 29500): 32-bit words in the machine's byte order."""
-    address, port = text.split(":")
-    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-    raw = struct.pack(f"={len(words)}I", *words)
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    return socket.inet_ntop(family, raw), int(port, 16)
-
-
-def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
-    owners = _owners({entry.inode for entry in sockets if entry.inode})
-    names = {LISTENING: "listening", TIME_WAIT: "time-wait"}
-    found = []
-    for entry in sockets:
-        pids = owners.get(entry.inode, [])
-        state = names.get(entry.state, "connected" if entry.inode else "ownerless")
-        plain = PortHolder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
-        found += [_described(plain, pid) for pid in pids] or [plain]
-    order = ("listening", "connected", "ownerless", "time-wait")
-    return sorted(found, key=lambda holder: (order.index(holder.state), holder.pid))
-
-
-def _owners(inodes: set[int]) -> dict[int, list[int]]:
-    """Return the processes that have these sockets open. The first of each family that shares one
-    is enough for every inode, but a forked worker and its parent are both told, if they are met
-    before all inodes are found."""
-    wanted = {f"socket:[{inode}]": inode for inode in inodes}
-    owners: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if wanted else ():
-        if not name.isdecimal():
-            continue
-        for link in _links(f"/proc/{name}/fd"):
-            inode = wanted.get(link)
-            if inode is not None and int(name) not in owners.setdefault(inode, []):
-                owners[inode].append(int(name))
-        if len(owners) == len(wanted):
-            break
-    return owners
-
-
-def _links(folder: str) -> Iterable[str]:
-    try:
-        fds = os.listdir(folder)
-    except OSError:  # another user's, or gone
-        return
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            yield os.readlink(f"{folder}/{fd}")
-
-
-# in the command line of every process that the launcher starts for itself
-_OURS = "from rallypoint.launcher."
-
-
-def _described(holder: PortHolder, pid: int) -> PortHolder:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        with process.oneshot():
-            argv = process.cmdline() or [process.name()]
-            job = ""
-            if _OURS in " ".join(argv):
-                with contextlib.suppress(psutil.AccessDenied):  # another user's
-                    job = process.environ().get("RALLYPOINT_JOB", "")
-            command = f"the rallypoint job {job}" if job else _short(argv)
-            return holder._replace(pid=pid, command=command, started=process.create_time(), job=job)
-    except psutil.Error:  # it ended between the two looks
-        return holder._replace(pid=pid)
-
-
-def _short(argv: Sequence[str]) -> str:
-    """Return a command as a person would say it: no folder before the program, one line, not
-    endless."""
-    text = " ".join([os.path.basename(argv[0]), *argv[1:]])
-    text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size or (seconds >= size and unit != "days"):
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
-
-
-def _user(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
 @functools.cache
-def ephemeral_range() -> tuple[int, int]:
+def ephemeral_range(root: str = "/") -> tuple[int, int]:
     """Return the ports, both ends included, of which the kernel gives one to every outgoing
     connection, and to a program that asks for any (ip(7))."""
     try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        with open(f"{root}/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             low, high = file.read().split()
     except OSError:  # a sandbox without it: what Linux has when nobody changed it
         return 32768, 60999

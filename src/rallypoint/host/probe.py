@@ -1,9 +1,8 @@
 """Probe of an address: which addresses a name has, whether each of them answers, and with what.
 
 The kernel and the resolver know why a connection does not come about, and most programs keep that
-to themselves ("timed out"). Here every address is tried, each with its own error, and whoever
-answers is heard. `connecting`, `arrived`, `told` and the like are what the store's client uses, too
-(`store/client/connect.py`); `look` is for a diagnosis.
+to themselves ("timed out"). Here every address is tried, each with its own error, and an answer is
+heard. `look` is for a diagnosis; the store's client uses `connecting`, `arrived` and `told`, too.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ from rallypoint.clock import Clock
 
 if TYPE_CHECKING:
     from rallypoint.host.firewall import Firewall
-    from rallypoint.host.ports import PortHolder
+    from rallypoint.host.port_holder import PortHolder
 
 FIRST_BYTES = 128
 """Bytes of an answer that are kept: a greeting or a status line, which says what it is."""
 
 ADDRESSES_MOST = 16
-"""Addresses of one name that are tried: a name that has more is one of a cloud's, and its first
-ones are as good as the rest."""
+"""Addresses of one name that are tried: a cloud's name has more, and any of them will do."""
 
 RESOLVER_SHARE = 0.75
-"""Share of the time for a look that the resolver may take: what is left is enough for a connection
-within a building."""
+"""Share of the time for a look that the resolver may take; the rest is enough to connect."""
 
 FIREWALL_TIMEOUT = 0.2
-"""Seconds for this machine's firewall rules, which are read only when packets to this very machine
-are dropped, or refused though somebody listens: as a rule it takes a tenth of that, and the report
-is waited for."""
+"""Seconds for this machine's firewall rules, which are read when packets to this very machine are
+dropped, or refused though somebody listens. As a rule they take a tenth of that."""
 
 LISTENING_SHARE = 0.5
 """Share of the time for a look that is for an answer to the greeting alone. A web server wants a
@@ -76,9 +72,8 @@ class Tried(msgspec.Struct, frozen=True):
     first: bytes = b""  # what it answered
 
     def __str__(self) -> str:
-        return f"{self.where}: {_OUTCOMES[self.outcome]}" + (
-            f" ({os.strerror(self.errno)}, errno {self.errno})" if self.errno else ""
-        )
+        why = f" ({os.strerror(self.errno)}, errno {self.errno})" if self.errno else ""
+        return f"{self.where}: {_OUTCOMES[self.outcome]}{why}"
 
 
 _OUTCOMES: dict[Outcome, str] = {
@@ -115,19 +110,13 @@ class Reached(msgspec.Struct, frozen=True):
     unresolved: str = ""  # the resolver's words, or that it gave no answer; then nothing was tried
     unanswered: bool = False  # the latter
     here: bool = False  # one of the addresses is this machine's
-    holders: tuple[
-        str, ...
-    ] = ()  # processes that listen on the port, a line each, when it is this machine's
+    # processes that listen on the port, a line each, when it is this machine's
+    holders: tuple[str, ...] = ()
     stopped: int = 0  # the pid of one of them that stands still (state T)
-    rules: tuple[
-        str, ...
-        # what this machine's firewall has to do with it, when packets to itself are dropped; unread
-        # is said
-    ] = ()
-    rejected: Blocked | None = (
-        # the rule of this machine's firewall that refuses, or may refuse, what somebody listens for
-        None
-    )
+    # what this machine's firewall has to do with it, when packets to itself are dropped
+    rules: tuple[str, ...] = ()
+    # the rule of this machine's firewall that refuses, or may refuse, what somebody listens for
+    rejected: Blocked | None = None
     seconds: float = 0.0  # that the look took
 
     @property
@@ -163,20 +152,17 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
         answer = resolver.ask([host], timeout=timeout * RESOLVER_SHARE)[host]
         places = [place for ip in answer.found[:ADDRESSES_MOST] for place in numeric(ip, port)]
         unanswered = answer.silent
-        unresolved = (
-            ""
-            if places
-            else answer.error or f"the resolver gave no answer within {answer.took:.1f} s"
-        )
+        if not places:
+            silent = f"the resolver gave no answer within {answer.took:.1f} s"
+            unresolved = answer.error or silent
     tried = _try_all(places, greeting, timeout, clock)
     ips = {described(family, sockaddr): str(sockaddr[0]) for family, sockaddr in places}
     here = any(is_own(family, str(sockaddr[0])) for family, sockaddr in places)
     listening = _listeners(port) if here and port else ()
-    lines = tuple(holder.line() for holder in listening)
     rules: tuple[str, ...] = ()
     rejected: Blocked | None = None
-    refusing = [ips.get(one.where, "") for one in tried if one.outcome == "refused"]
-    refusing = [ip for ip in refusing if any(holder.accepts_at(ip) for holder in listening)]
+    refused = [ips.get(one.where, "") for one in tried if one.outcome == "refused"]
+    refusing = [ip for ip in refused if any(holder.accepts_at(ip) for holder in listening)]
     if refusing:
         # If no rule that was read refuses it, the process has begun to listen a moment ago.
         blocked = _read_firewall().blocked(port, version=6 if ":" in refusing[0] else 4)
@@ -192,7 +178,7 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
         unresolved=unresolved,
         unanswered=unanswered,
         here=here,
-        holders=lines,
+        holders=tuple(holder.line() for holder in listening),
         stopped=_stopped(listening),
         rules=rules,
         rejected=rejected,
@@ -208,12 +194,9 @@ class Looking:
         self.result: Reached | None = None
         self.address = (host, port)
         self._asked = (host, port, greeting, timeout)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # as many processes as this user may have, or this container: nothing is seen there
-            threading.Thread(
-                target=self._look, name=f"rallypoint: look at {host}", daemon=True
-            ).start()
+        name = f"rallypoint: look at {host}"
+        with contextlib.suppress(RuntimeError):  # this user has all threads that it may have
+            threading.Thread(target=self._look, name=name, daemon=True).start()
 
     def _look(self) -> None:
         self.result = look(*self._asked)
@@ -251,31 +234,30 @@ def arrived(sock: socket.socket) -> None:
     if error:
         raise OSError(error, os.strerror(error))
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-        # The port is one of those that the kernel gives to clients, and it gave this very one to
-        # us: TCP then connects a socket with itself. One attempt in 28,000, and there are jobs that
-        # make as many.
+        # The kernel gave this very port to us: TCP then connects a socket with itself. One attempt
+        # in 28,000, and there are jobs that make as many.
         raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+_REFUSED = {
+    errno.ECONNREFUSED: "nothing listens there",
+    errno.ENOENT: "there is no such socket",
+    errno.EAGAIN: "its queue of connections is full",
+}
 
 
 def told(error: OSError) -> tuple[Literal["refused", "unreachable"], str]:
     """Classify an error of `connect`: refused by the machine, or no way to it; and name it in
     words."""
-    if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.EAGAIN):
-        text = {
-            errno.ENOENT: "there is no such socket",
-            errno.EAGAIN: "its queue of connections is full",
-        }
-        return "refused", text.get(error.errno, "nothing listens there")
+    if text := _REFUSED.get(error.errno or 0):
+        return "refused", text
     return "unreachable" if error.errno in UNREACHABLE else "refused", error.strerror or str(error)
 
 
 def described(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> str:
     """`127.0.0.1:29500`, `[::1]:29500`, the path of a Unix socket."""
-    return (
-        str(sockaddr[0])
-        if family == socket.AF_UNIX
-        else address_of(str(sockaddr[0]), int(str(sockaddr[1])))
-    )
+    host, *port = map(str, sockaddr)
+    return host if family == socket.AF_UNIX else address_of(host, int(port[0]))
 
 
 def address_of(host: str, port: int) -> str:
@@ -286,7 +268,7 @@ def address_of(host: str, port: int) -> str:
 def by_turns(found: list[Place]) -> list[Place]:
     """IPv6 and IPv4 by turns, the resolver's first choice first (RFC 8305)."""
     first = [entry for entry in found if entry[0] == found[0][0]]
-    others = [entry for entry in found if entry[0] != found[0][0]]
+    others = [entry for entry in found if entry not in first]
     pairs = itertools.zip_longest(first, others)
     return [entry for pair in pairs for entry in pair if entry is not None]
 
@@ -328,10 +310,8 @@ def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
         places = [place for ip in answer.found for place in numeric(ip, 0)]
     if any(is_own(family, str(sockaddr[0])) for family, sockaddr in places):
         return None
-    return (
-        "address-unavailable",
-        f"{host} is not this machine: {places[0][1][0]} is none of its addresses",
-    )
+    text = f"{host} is not this machine: {places[0][1][0]} is none of its addresses"
+    return "address-unavailable", text
 
 
 def listener(host: str, port: int) -> PortHolder | None:
@@ -345,11 +325,9 @@ def listener(host: str, port: int) -> PortHolder | None:
 def shown(first: bytes) -> str:
     """Return the first line of what somebody answered, as text if it is text."""
     line = first[:64].splitlines()[0] if first.strip() else first[:64]
-    return (
-        repr(line.decode("ascii"))
-        if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line)
-        else line[:16].hex(" ")
-    )
+    if all(32 <= byte < 127 or byte == 9 for byte in line):
+        return repr(line.decode("ascii"))
+    return line[:16].hex(" ")
 
 
 def _try_all(
@@ -408,17 +386,15 @@ class _Way:
             if not self._connected:
                 arrived(self.sock)
                 self._connected = True
-                self.sock.send(
-                    self._greeting, socket.MSG_NOSIGNAL
-                )  # a few bytes into an empty buffer: all of them at once
+                # a few bytes into an empty buffer: all of them at once
+                self.sock.send(self._greeting, socket.MSG_NOSIGNAL)
                 return None
             first = self.sock.recv(FIRST_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
-            return Tried(
-                self.where, "closed" if self._connected else told(error)[0], error.errno or 0
-            )
+            outcome: Outcome = "closed" if self._connected else told(error)[0]
+            return Tried(self.where, outcome, error.errno or 0)
         return Tried(self.where, "answered" if first else "closed", first=first)
 
     def say_no_more(self) -> None:
@@ -447,6 +423,5 @@ def _listeners(port: int) -> tuple[PortHolder, ...]:
 def _stopped(listening: tuple[PortHolder, ...]) -> int:
     from rallypoint.host import processes  # here: it loads ctypes, and servers rarely stand still
 
-    return next(
-        (holder.pid for holder in listening if holder.pid and processes.is_stopped(holder.pid)), 0
-    )
+    pids = (holder.pid for holder in listening if holder.pid)
+    return next(filter(processes.is_stopped, pids), 0)

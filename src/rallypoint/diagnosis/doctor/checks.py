@@ -9,13 +9,13 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size, unknown
+from rallypoint.diagnosis.doctor.kernel_files import cgroup_folders, number_in, text_of
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.evidence import MemoryCounters
@@ -40,51 +40,6 @@ NO_LIMIT = resource.RLIM_INFINITY
 
 _CLOCK_SLACK = 86400.0
 """Seconds: a file system with a time zone mistake does not make the clock wrong."""
-
-_CGROUP_NO_LIMIT = 1 << 60
-"""Version 1 of control groups writes "no limit" as the largest multiple of a page."""
-
-
-# --- files of the kernel
-# ---------------------------------------------------------------------------
-
-
-def cgroup_folders(controller: str, root: str = "/") -> Iterator[tuple[str, bool]]:
-    """Yield the folders of this process's control group for a controller, innermost first, and
-    whether each is version 2.
-
-    A limit anywhere on the way up holds. In a container the path may lie outside what is mounted:
-    these folders do not exist, and reading their files gives "". `root` is for tests.
-    """
-    mounts = os.path.join(root, "sys/fs/cgroup")
-    for line in text_of(root, "proc/self/cgroup").splitlines():
-        hierarchy, controllers, group = line.split(":", 2)
-        unified = hierarchy == "0" and not controllers
-        if not unified and controller not in controllers.split(","):
-            continue
-        places = (
-            (mounts, os.path.join(mounts, "unified"))
-            if unified
-            else (os.path.join(mounts, controller),)
-        )
-        parts = [part for part in group.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            yield from ((os.path.join(place, *parts[:depth]), unified) for place in places)
-
-
-def text_of(*path: str, most: int = 1 << 16) -> str:
-    """Read a file up to so many characters, -1: all; "" when it cannot be read."""
-    try:
-        with open(os.path.join(*path), encoding="utf-8", errors="replace") as file:
-            return file.read(most)
-    except OSError:
-        return ""
-
-
-def number_in(*path: str) -> int:
-    """Read the number in a file; 0 where there is none, or no limit ("max")."""
-    words = text_of(*path).strip()
-    return int(words) if words.isdigit() and int(words) < _CGROUP_NO_LIMIT else 0
 
 
 # --- versions
@@ -174,9 +129,8 @@ def judge_versions(
 
 def processors() -> list[Finding]:
     """Check how many processors this process may really use."""
-    load = float((text_of("/proc/loadavg").split() or ["0"])[0])
-    bound = len(os.sched_getaffinity(0))
-    return [judge_processors(os.cpu_count() or 1, bound, processor_quota(), load)]
+    there, bound = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    return [judge_processors(there, bound, processor_quota(), os.getloadavg()[0])]
 
 
 def processor_quota(root: str = "/") -> float:

@@ -173,8 +173,8 @@ def _carry_out(check: Check) -> list[Finding]:
             )
         ]
     died = "an exit without an answer"
-    if status is not None and os.WIFSIGNALED(status):
-        died = f"signal {os.WTERMSIG(status)}"
+    if status is not None and status[1]:
+        died = f"signal {status[1]}"
     return [fault("internal-error", f"the check was ended by {died}", _PLEASE_REPORT)]
 
 
@@ -210,22 +210,17 @@ def _read_answer(reader: int, deadline: float, clock: Clock) -> bytes | None:
     return None
 
 
-def _end(pid: int) -> int | None:
-    """Kill the child and its group, and reap it. Return its status; None when the kernel does not
-    let it go."""
+def _end(pid: int) -> tuple[int, int] | None:
+    """Kill the child and its group, and reap it. Return its exit code and signal; None when the
+    kernel does not let it go."""
     try:
         pidfd = system_calls.pidfd_open(pid)
-    except ProcessLookupError:  # already reaped
-        return None
-    try:
         for kill in (os.killpg, os.kill):  # the group exists when the child has come that far
             with suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
-        return os.waitpid(pid, 0)[1] if processes.wait_for_ends([pidfd], KILLED) else None
-    except ChildProcessError:
+        return processes.reap(pid, pidfd, KILLED)
+    except (ProcessLookupError, ChildProcessError):  # the kernel reaps where SIGCHLD is ignored
         return None
-    finally:
-        os.close(pidfd)
 
 
 # --- for people

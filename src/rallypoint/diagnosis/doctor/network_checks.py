@@ -8,11 +8,13 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rallypoint.diagnosis.doctor.checks import text_of
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, unknown
+from rallypoint.diagnosis.doctor.kernel_files import text_of
 from rallypoint.host.addresses import LOOK_TIMEOUT, Host, Problem, chosen, look
 from rallypoint.host.firewall import Firewall, read_firewall
+from rallypoint.host.ports import ephemeral_range, holders
 from rallypoint.host.probe import Blocked
+from rallypoint.host.tcp_table import TIME_WAIT, tcp_sockets
 
 LOOPBACK_TIMEOUT = 1.0
 """Seconds for a packet from this machine to itself, which takes microseconds."""
@@ -90,8 +92,6 @@ class PortCounts(NamedTuple):
 
 def ports() -> list[Finding]:
     """Check how many ports the kernel can give out, and which process has the usual port."""
-    from rallypoint.host.ports import holders
-
     return judge_ports(
         count_ports(),
         tuple(holder.line() for holder in holders(USUAL_PORT) if holder.state == "listening"),
@@ -100,23 +100,17 @@ def ports() -> list[Finding]:
 
 def count_ports(root: str = "/") -> PortCounts:
     settings = os.path.join(root, "proc/sys/net/ipv4")
-    low, high = map(int, text_of(settings, "ip_local_port_range").split() or (32768, 60999))
+    low, high = ephemeral_range(root)
     reserved = 0
+    # 8080,9000-9100
     for first, last in re.findall(
         r"(\d+)(?:-(\d+))?", text_of(settings, "ip_local_reserved_ports")
-    ):  # 8080,9000-9100
+    ):
         reserved += max(0, min(int(last or first), high) - max(int(first), low) + 1)
-    used, waiting, read = set(), 0, False
-    for name in ("tcp", "tcp6"):
-        lines = text_of(root, "proc/self/net", name, most=-1).splitlines()[1:]
-        for fields in map(str.split, lines):  # sl, local and remote address, state
-            read = True
-            port = int(fields[1][-4:], 16)
-            is_waiting = fields[3] == "06"
-            waiting += is_waiting
-            if not is_waiting and low <= port <= high:
-                used.add(port)
-    return PortCounts(low, high, reserved, len(used) if read else None, waiting)
+    sockets = list(tcp_sockets(root=root))
+    waiting = sum(one.state == TIME_WAIT for one in sockets)
+    used = {one.port for one in sockets if one.state != TIME_WAIT and low <= one.port <= high}
+    return PortCounts(low, high, reserved, len(used) if sockets else None, waiting)
 
 
 def judge_ports(counts: PortCounts, holders: tuple[str, ...] = ()) -> list[Finding]:
