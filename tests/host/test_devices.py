@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.host import devices
+from rallypoint.host import devices, nvml
 from rallypoint.host.devices import Build, Device, Found, Look, missing, resolve
+from rallypoint.host.visible_devices import Visible
 
 ANSWERS = Path(__file__).parent / "devices"
 GIB = 1 << 30
@@ -83,7 +84,7 @@ class Replayed:
 
 
 def replayed(name: str) -> Look:
-    return devices.read(Replayed(name))
+    return nvml.read(Replayed(name))
 
 
 def found(look: Look, listed: str | None = None, build: Build | None = None, **more: str) -> Found:
@@ -140,8 +141,8 @@ def test_a_gpu_in_parts() -> None:
         "MIG-11111111-aaaa,MIG-22222222-bbbb",
     ):  # CUDA shows a process one part, whatever is listed
         assert len(resolve(look, {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed})) == 1
-    assert resolve(look, {"CUDA_VISIBLE_DEVICES": "0"}) == devices.Visible("0", (0,))
-    assert resolve(look, {"CUDA_VISIBLE_DEVICES": "MIG-223"}) == devices.Visible(
+    assert resolve(look, {"CUDA_VISIBLE_DEVICES": "0"}) == Visible("0", (0,))
+    assert resolve(look, {"CUDA_VISIBLE_DEVICES": "MIG-223"}) == Visible(
         "MIG-223", (1,), instance=True
     )
     assert resolve(look, {"CUDA_VISIBLE_DEVICES": "MIG-22"}).stopped == "MIG-22 fits 2 GPUs"
@@ -209,8 +210,8 @@ def test_the_list_is_read_as_cuda_reads_it(
 
 
 def test_without_a_list_all_are_visible() -> None:
-    assert resolve(replayed("four-h100"), {}) == devices.Visible(None, (0, 1, 2, 3))
-    assert resolve(Look(), {}) == devices.Visible(None, ())
+    assert resolve(replayed("four-h100"), {}) == Visible(None, (0, 1, 2, 3))
+    assert resolve(Look(), {}) == Visible(None, ())
 
 
 def test_a_name_that_cannot_be_looked_up_counts() -> None:
@@ -456,9 +457,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("library")
 def test_through_the_library_of_the_driver() -> None:
     """Without functions of newer drivers (MIG), as with an old one."""
-    look, problem = devices._ask(30.0)
-    assert problem == ""
-    assert look is not None
+    look = devices._ask(30.0)
+    assert look.problem == ""
     (device,) = look.devices
     assert (look.driver, look.cuda, device.uuid, device.name) == (
         "550.54.14",
@@ -475,22 +475,21 @@ def test_through_the_library_of_the_driver() -> None:
 @pytest.mark.usefixtures("library")
 def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REFUSES", "1")
-    assert devices._ask(30.0) == (None, "NVML: RM has detected an NVML/RM version mismatch")
+    assert devices._ask(30.0).problem == "NVML: RM has detected an NVML/RM version mismatch"
 
 
 @pytest.mark.compiler
 @pytest.mark.usefixtures("library")
 def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANGS", "1")
-    assert devices._ask(0.2) == (None, "the driver gave no answer within 0.2 s")
+    assert devices._ask(0.2).problem == "the driver gave no answer within 0.2 s"
 
 
 def test_a_problem_is_kept_beside_what_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Look((Device(),), "550.54.14", "12")
     monkeypatch.setattr(devices, "look", lambda: files)
-    monkeypatch.setattr(
-        devices, "_ask", lambda deadline: (None, "NVML: Driver/library version mismatch")
-    )
+    refused = Look(problem="NVML: Driver/library version mismatch")
+    monkeypatch.setattr(devices, "_ask", lambda deadline: refused)
     look = devices.look_closely()
     assert (look.devices, look.driver, look.source) == (files.devices, "550.54.14", "files")
     assert found(look).facts()[0] == (

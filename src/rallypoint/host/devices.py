@@ -22,6 +22,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from rallypoint.host import visible_devices
+from rallypoint.host.visible_devices import Visible
+
 DEADLINE = 5.0
 """Seconds for NVML. It answers in 0.1 s when the driver is loaded, in 2 s where a GPU must wake up
 first (no persistence mode)."""
@@ -57,9 +60,8 @@ class Device(msgspec.Struct, frozen=True):
     name: str = ""
     memory: int = 0  # bytes; 0: not known
     used: int = 0
-    instances: tuple[
-        str, ...
-    ] = ()  # what it is cut into (MIG): UUIDs, "" for each that has none known
+    # what it is cut into (MIG): UUIDs, "" for each that has none known
+    instances: tuple[str, ...] = ()
     processes: tuple[Process, ...] = ()
 
 
@@ -69,14 +71,12 @@ class Look(msgspec.Struct, frozen=True):
 
     devices: tuple[Device, ...] = ()
     driver: str = ""  # "550.54.14"; "": none was seen
-    cuda: str = (
-        ""  # the newest CUDA that this driver knows: "12.4" from NVML, "12" by the driver's number
-    )
+    # the newest CUDA that this driver knows: "12.4" from NVML, "12" by the driver's number
+    cuda: str = ""
     source: Literal["files", "nvml"] = "files"
     problem: str = ""  # why NVML told nothing
-    hidden: bool = (
-        False  # there are GPUs that no file shows (Windows' Linux): only NVML could count them
-    )
+    # there are GPUs that no file shows (Windows' Linux): only NVML could count them
+    hidden: bool = False
     # a newer library may stand before this driver (package cuda-compat): its number then says
     # little
     newer: bool = False
@@ -96,26 +96,6 @@ class Build(msgspec.Struct, frozen=True):
         return f"torch {self.version} was built {made_for}"
 
 
-class Visible(msgspec.Struct, frozen=True):
-    """GPUs that CUDA_VISIBLE_DEVICES leaves."""
-
-    given: str | None
-    indices: tuple[
-        int, ...
-        # of `Look.devices`, in the order in which CUDA numbers them; -1: one that could not be
-        # looked up
-    ]
-    instance: bool = (
-        False  # what is visible is a part of a GPU (MIG), and CUDA shows a process one such part
-    )
-    stopped: str = ""  # why entries were not read, a clause
-    # CUDA numbers as the bus does (CUDA_DEVICE_ORDER=PCI_BUS_ID); else the fastest comes first
-    by_bus: bool = False
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
 class Found(msgspec.Struct, frozen=True):
     """The whole picture, for a report."""
 
@@ -130,7 +110,7 @@ class Found(msgspec.Struct, frozen=True):
             *named,
             _of_driver(self.look),
             _of_devices(self.look),
-            *_of_variable(self.look, self.visible),
+            *visible_devices.described(self.look, self.visible),
         )
 
     def strangers(self, own: Iterable[int]) -> tuple[str, ...]:
@@ -163,68 +143,8 @@ def resolve(look: Look, environ: Mapping[str, str]) -> Visible:
     device that is named twice empties the list. Sources: CUDA C++ Programming Guide, "CUDA
     Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
-    visible = _read_list(environ.get("CUDA_VISIBLE_DEVICES"), look)
+    visible = visible_devices.read_list(environ.get("CUDA_VISIBLE_DEVICES"), look)
     return msgspec.structs.replace(visible, by_bus=environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
-
-
-def _read_list(given: str | None, look: Look) -> Visible:
-    if given is None:
-        cut = [index for index, device in enumerate(look.devices) if device.instances]
-        return (
-            Visible(None, (cut[0],), instance=True)
-            if cut
-            else Visible(None, tuple(range(len(look.devices))))
-        )
-    if not look.devices:
-        return Visible(given, (), stopped="" if given else "it is empty")
-    kind = next((prefix for prefix in ("GPU-", "MIG-") if given.startswith(prefix)), "")
-    found: list[int] = []
-    seen: list[str | int] = []
-    for entry in (part.strip() for part in given.split(",")):
-        index, why = _entry(entry, kind, look)
-        if why:
-            return Visible(
-                given, *_numbered(found, look, kind), stopped=why if given else "it is empty"
-            )
-        mark = index if not kind else entry
-        if mark in seen:
-            return Visible(
-                given, (), stopped=f"{entry} stands in it twice, and CUDA then shows none"
-            )
-        seen.append(mark)
-        found.append(index)
-    return Visible(given, *_numbered(found, look, kind))
-
-
-def _entry(entry: str, kind: str, look: Look) -> tuple[int, str]:
-    """Return the device that an entry names, or why it names none."""
-    if not kind:
-        number = re.match(r"[+-]?\d+", entry)
-        if number is None:
-            return -1, f"{entry!r} names no GPU"
-        index = int(number[0])
-        return (index, "") if 0 <= index < len(look.devices) else (-1, f"there is no GPU {index}")
-    if not entry.startswith(kind):
-        return -1, f"{entry!r} does not begin with {kind} as the first entry does"
-    uuids = [
-        (index, one)
-        for index, device in enumerate(look.devices)
-        for one in (device.instances if kind == "MIG-" else (device.uuid,))
-    ]
-    if not all(one for _, one in uuids) or not uuids:
-        return -1, "" if kind == "GPU-" or any(
-            device.instances for device in look.devices
-        ) else "no GPU here is cut into instances (MIG)"
-    hits = [index for index, one in uuids if one.startswith(entry)]
-    if len(hits) == 1:
-        return hits[0], ""
-    return -1, f"{entry} fits {len(hits)} GPUs" if hits else f"{entry} is none of the GPUs here"
-
-
-def _numbered(found: list[int], look: Look, kind: str) -> tuple[tuple[int, ...], bool]:
-    """Return the indices and whether they are instances: of those CUDA shows a process one only."""
-    cut = kind == "MIG-" or any(index >= 0 and look.devices[index].instances for index in found)
-    return (tuple(found[:1]), bool(found)) if cut else (tuple(found), False)
 
 
 def missing(found: Found) -> str:
@@ -238,11 +158,8 @@ def missing(found: Found) -> str:
     if look.hidden and look.source == "files":
         return ""
     if not look.devices:
-        return (
-            "no NVIDIA GPU is here"
-            if look.driver
-            else "no NVIDIA driver is loaded, and no GPU is here"
-        )
+        driver = "" if look.driver else "driver is loaded, and no "
+        return f"no NVIDIA {driver}GPU is here"
     if build is not None and _major(build.cuda) > _major(look.cuda) > 0 and not look.newer:
         return f"the driver {look.driver} knows CUDA up to {look.cuda}, and torch {build.version} was built for CUDA {build.cuda}"
     if not found.visible.indices:
@@ -256,41 +173,22 @@ def count(number: int) -> str:
 
 
 def _of_driver(look: Look) -> str:
+    problem = f" ({look.problem})" if look.problem else ""
     if not look.driver:
-        return "no NVIDIA driver was found" + (f" ({look.problem})" if look.problem else "")
+        return f"no NVIDIA driver was found{problem}"
     knows = f", which knows CUDA up to {look.cuda}" if look.cuda else ""
-    return f"the NVIDIA driver is {look.driver}{knows}" + (
-        f" ({look.problem})" if look.problem else ""
-    )
+    return f"the NVIDIA driver is {look.driver}{knows}{problem}"
 
 
 def _of_devices(look: Look) -> str:
+    if not look.devices and look.hidden and look.source == "files":
+        return "GPUs that no file shows"
     if not look.devices:
-        return (
-            "GPUs that no file shows"
-            if look.hidden and look.source == "files"
-            else "no NVIDIA GPU: there is no /dev/nvidia<n>"
-        )
+        return "no NVIDIA GPU: there is no /dev/nvidia<n>"
     names = dict.fromkeys(device.name or "a GPU whose name is not known" for device in look.devices)
     cut = sum(len(device.instances) for device in look.devices)
-    return f"{count(len(look.devices))}: {', '.join(names)}" + (
-        f", cut into {cut} instances (MIG)" if cut else ""
-    )
-
-
-def _of_variable(look: Look, visible: Visible) -> tuple[str, ...]:
-    more = ("CUDA shows a process one instance (MIG) only",) * visible.instance
-    if len({device.name for device in look.devices}) > 1 and not visible.by_bus:
-        more += (
-            "CUDA numbers the fastest GPU first, nvidia-smi by the bus: with CUDA_DEVICE_ORDER=PCI_BUS_ID they agree",
-        )
-    if visible.given is None:
-        return ("CUDA_VISIBLE_DEVICES is not set", *more)
-    which = ", ".join("one" if index < 0 else str(index) for index in visible.indices)
-    left = f"{'an instance of ' * visible.instance}GPU {which}" if which else "no GPU"
-    why = f": {visible.stopped}" if visible.stopped else ""
-    why += ", and what follows is not read" if why and which else ""
-    return (f"CUDA_VISIBLE_DEVICES={visible.given!r} leaves {left}{why}", *more)
+    parts = f", cut into {cut} instances (MIG)" if cut else ""
+    return f"{count(len(look.devices))}: {', '.join(names)}{parts}"
 
 
 def _major(version: str) -> int:
@@ -410,17 +308,15 @@ def look_closely(deadline: float = DEADLINE) -> Look:
     files = look()
     if not (files.devices or files.driver or files.hidden):
         return files
-    answer, problem = _ask(deadline)
-    return (
-        msgspec.structs.replace(files, problem=problem)
-        if answer is None
-        else msgspec.structs.replace(answer, newer=files.newer)
-    )
+    answer = _ask(deadline)
+    if answer.problem:
+        return msgspec.structs.replace(files, problem=answer.problem)
+    return msgspec.structs.replace(answer, newer=files.newer)
 
 
-def _ask(deadline: float) -> tuple[Look | None, str]:
-    """Return the child's answer, or why there is none. A child that does not end is left to die on
-    its own: in the kernel nothing can kill it."""
+def _ask(deadline: float) -> Look:
+    """Return the child's answer, or the problem. A child that does not end is left to die on its
+    own: in the kernel nothing can kill it."""
     import subprocess
 
     try:
@@ -431,7 +327,7 @@ def _ask(deadline: float) -> tuple[Look | None, str]:
             stderr=subprocess.DEVNULL,
         )
     except OSError as error:
-        return None, f"NVML was not asked: {error.strerror}"
+        return Look(problem=f"NVML was not asked: {error.strerror}")
     assert child.stdout is not None
     try:
         data = child.communicate(timeout=deadline)[0]
@@ -440,92 +336,14 @@ def _ask(deadline: float) -> tuple[Look | None, str]:
         child.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(KILL_PATIENCE)
-        return None, f"the driver gave no answer within {deadline:g} s"
+        return Look(problem=f"the driver gave no answer within {deadline:g} s")
     try:
-        answer = msgspec.json.decode(data, type=Look)
+        return msgspec.json.decode(data, type=Look)
     except msgspec.DecodeError:
-        return None, "NVML could not be asked: the process that asks it failed"
-    return (None, answer.problem) if answer.problem else (answer, "")
+        return Look(problem="NVML could not be asked: the process that asks it failed")
 
 
-_CHILD = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\nfrom rallypoint.host.devices import main\nmain()"
-
-
-def main() -> None:
-    """Ask NVML in the child, write the answer as JSON to stdout."""
-    sys.stdout.buffer.write(msgspec.json.encode(_through_library()))
-
-
-def _through_library() -> Look:
-    try:
-        import pynvml
-    except ImportError:
-        return Look(problem="the package nvidia-ml-py is not installed")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Look(problem=f"NVML: {str(error).rstrip('.')}")
-    return read(pynvml)
-
-
-def read(nvml: Any) -> Look:
-    """Ask an NVML that is initialised (module pynvml, or what answers like it). An answer that is
-    refused is left out."""
-    number = _answer(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
-    devices = [_device(nvml, index) for index in range(_answer(nvml, 0, nvml.nvmlDeviceGetCount))]
-    return Look(
-        devices=tuple(devices),
-        driver=_words(_answer(nvml, "", nvml.nvmlSystemGetDriverVersion)),
-        cuda=f"{number // 1000}.{number % 1000 // 10}" if number else "",
-        source="nvml",
-    )
-
-
-def _device(nvml: Any, index: int) -> Device:
-    handle = _answer(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
-    if handle is None:  # fallen off the bus, or not this user's
-        return Device()
-    memory = _answer(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
-    return Device(
-        uuid=_words(_answer(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
-        name=_words(_answer(nvml, "", nvml.nvmlDeviceGetName, handle)),
-        memory=memory.total if memory is not None else 0,
-        used=memory.used if memory is not None else 0,
-        instances=tuple(_parts(nvml, handle)),
-        processes=tuple(
-            _process(one)
-            for one in _answer(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-        ),
-    )
-
-
-def _parts(nvml: Any, handle: Any) -> Iterable[str]:
-    now, _ = _answer(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)
-    for place in range(_answer(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) if now else 0):
-        part = _answer(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
-        if part is not None:
-            yield _words(_answer(nvml, "", nvml.nvmlDeviceGetUUID, part))
-
-
-def _process(told: Any) -> Process:
-    from rallypoint.host.processes import command_line
-
-    try:
-        session = os.getsid(told.pid)
-    except OSError:
-        session = 0
-    return Process(told.pid, told.usedGpuMemory or 0, command_line(told.pid), session)
-
-
-def _answer(nvml: Any, instead: Any, ask: Any, *arguments: Any) -> Any:
-    try:
-        return ask(*arguments)
-    except nvml.NVMLError:  # not supported by this GPU or driver, not allowed, no such instance
-        return instead
-
-
-def _words(text: str | bytes) -> str:
-    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+_CHILD = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\nfrom rallypoint.host.nvml import main\nmain()"
 
 
 # --- this process

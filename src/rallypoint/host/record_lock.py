@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import math
 import mmap
 import os
@@ -53,12 +54,8 @@ _SLICE = 0.05
 """Seconds of one wait in the kernel, between which signal handlers run. A waiter that is stopped
 may swallow the wake-up for the others, which look again after this time."""
 
-_PROCESS_SHARED, _ROBUST, _ERRORCHECK, _CLOCK_MONOTONIC = (
-    1,
-    1,
-    2,
-    1,
-)  # pthread.h, bits/time.h of glibc
+# pthread.h, bits/time.h of glibc
+_PROCESS_SHARED, _ROBUST, _ERRORCHECK, _CLOCK_MONOTONIC = 1, 1, 2, 1
 
 _libc = ctypes.CDLL(None)
 _clocklock = getattr(_libc, "pthread_mutex_clocklock", None)
@@ -109,9 +106,8 @@ class RecordLock:
     def __init__(self, fd: int, token: bytes) -> None:
         """Use `create`. Takes the descriptor over."""
         self.token = token
-        self.left: LockHolder | None = (
-            None  # while held: the holder that died with it, and is not `settled`
-        )
+        # while held: the holder that died with it, and is not `settled`
+        self.left: LockHolder | None = None
         self.note = 0  # while held: the note
         self._fd = fd
         # Not by `mmap.mmap`: Python would unmap it when it ends, before the kernel looks whether this
@@ -124,18 +120,16 @@ class RecordLock:
         weakref.finalize(self, _release_memory, self._address, fd).atexit = False
         self._mutex = ctypes.c_void_p(self._address)
         self._word = ctypes.c_uint32.from_address(self._address)
-        self._bytes = memoryview((ctypes.c_ubyte * mmap.PAGESIZE).from_address(self._address)).cast(
-            "B"
-        )
+        page = (ctypes.c_ubyte * mmap.PAGESIZE).from_address(self._address)
+        self._bytes = memoryview(page).cast("B")
         self._forget()
 
     def _forget(self) -> None:
         """Note that no thread of this process holds it or asks for it."""
         self._inside: set[int] = set()  # threads that hold it or are in `acquire`
         self._owner = 0  # the thread that holds it, from a moment after it has it
-        self._former: bytes | None = (
-            None  # what a release writes where the holder stands; None: nothing to be written
-        )
+        # what a release writes where the holder stands; None: nothing to be written
+        self._former: bytes | None = None
         self._in_parent = False
 
     @classmethod
@@ -184,7 +178,6 @@ class RecordLock:
         self._bytes[at : at + len(data)] = data
 
     # -- acquire
-    # ------------------------------------------------------------------------------------
 
     def acquire(self, timeout: float = math.inf, who: str = "", doing: str = "") -> bool:
         """Take the lock; False when it was not free within `timeout` seconds (0: do not wait).
@@ -230,15 +223,11 @@ class RecordLock:
 
     def _wait(self, seconds: float) -> int:
         """Wait in the kernel for the mutex; the error number, 0 when it is locked."""
-        if _clocklock is not None:
-            result = _clocklock(
-                self._mutex, _CLOCK_MONOTONIC, ctypes.byref(_timespec(_clock.monotonic() + seconds))
-            )
-        else:
-            result = _libc.pthread_mutex_timedlock(
-                self._mutex, ctypes.byref(_timespec(_clock.wall() + seconds))
-            )
-        return int(result)
+        if _clocklock is None:
+            until = ctypes.byref(_timespec(_clock.wall() + seconds))
+            return int(_libc.pthread_mutex_timedlock(self._mutex, until))
+        until = ctypes.byref(_timespec(_clock.monotonic() + seconds))
+        return int(_clocklock(self._mutex, _CLOCK_MONOTONIC, until))
 
     def _publish(self, who: str, doing: str) -> None:
         """Read what the last holder left, and write this holder down."""
@@ -246,11 +235,10 @@ class RecordLock:
         former = self._read(_HOLDER_AT, _HOLDER.size)
         self.left = None if former == _NOBODY else _holder(former, holds=False)
         self._former = former
-        own = _this_process()
         told = _cut(doing, 16) if self.left is None else b""
-        self._write(
-            _HOLDER_AT, _HOLDER.pack(own.pid, own.started, _clock.monotonic(), _cut(who, 48), told)
-        )
+        now = _clock.monotonic()
+        entry = _HOLDER.pack(os.getpid(), _started(), now, _cut(who, 48), told)
+        self._write(_HOLDER_AT, entry)
 
     def settled(self) -> None:
         """While held: note that what `left` says is dealt with, and the next holder need not
@@ -269,7 +257,6 @@ class RecordLock:
         self._write(_NOTE_AT, bytes((note,)))
 
     # -- release
-    # ------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Release it, also if a signal handler raises meanwhile. UsageError when the calling thread
@@ -312,7 +299,6 @@ class RecordLock:
         return UsageError("usage", said)
 
     # -- holder
-    # -------------------------------------------------------------------------------------
 
     def holder(self) -> LockHolder | None:
         """Return the process that holds it now, or has died with it; None when it is free. It may
@@ -330,7 +316,6 @@ class RecordLock:
         return LockHolder(thread, "", "", math.nan, 0, True) if thread else None
 
     # -- ways into a process
-    # ------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrived, (self.token, fd_passing.sent(self._fd))
@@ -371,30 +356,23 @@ def _release_memory(address: int, fd: int) -> None:
         pass  # this program has closed it already
 
 
-class _Process(NamedTuple):
-    pid: int
-    started: int
-
-
 _clock = Clock()
-_own: _Process | None = None
 
 
-def _this_process() -> _Process:
-    global _own
-    if _own is None:
-        found = processes.status("self")
-        _own = _Process(os.getpid(), 0 if found is None else found.started)
-    return _own
+@functools.cache
+def _started() -> int:
+    """Return when this process started, in clock ticks after boot."""
+    found = processes.status("self")
+    return 0 if found is None else found.started
 
 
 def _after_fork() -> None:
-    global _own, _registry
-    _own, _registry = None, threading.RLock()
+    global _registry
+    _registry = threading.RLock()
+    _started.cache_clear()
     for lock in list(_living.values()):
-        in_parent = (
-            lock._owner == threading.get_ident()
-        )  # the number of a thread is the same in the child
+        # the number of a thread is the same in the child
+        in_parent = lock._owner == threading.get_ident()
         lock._forget()
         lock._in_parent = in_parent
 
