@@ -26,7 +26,7 @@ import pytest
 from rallypoint import LockAbandoned, LockTimeout, SharedTensor, UsageError, WouldDeadlock
 from rallypoint.host import processes
 from rallypoint.host.record_lock import RecordLock
-from rallypoint.primitives import shared_tensor
+from rallypoint.primitives import shared_tensor, shared_tensor_lock
 
 torch = pytest.importorskip("torch")
 
@@ -547,7 +547,7 @@ def test_a_rank_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedTensor(2)
 
     def run(end: socket.socket) -> None:
-        monkeypatch.setattr(shared_tensor, "_rank_or_name", lambda: "rank 3")
+        monkeypatch.setattr(shared_tensor_lock, "_rank_or_name", lambda: "rank 3")
         hold(shared)(end)
 
     with child(run) as other:
@@ -562,9 +562,9 @@ def test_a_rank_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_knows_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     from rallypoint.store import discovery
 
-    assert shared_tensor._rank_or_name() == ""
+    assert shared_tensor_lock._rank_or_name() == ""
     monkeypatch.setattr(discovery, "_place", discovery.Place("unix:///x", "job", 5, bytes))
-    assert shared_tensor._rank_or_name() == "rank 5"
+    assert shared_tensor_lock._rank_or_name() == "rank 5"
 
 
 def test_leaving_the_block_in_a_forked_child() -> None:

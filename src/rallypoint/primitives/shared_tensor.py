@@ -20,20 +20,23 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rallypoint.clock import Clock
-from rallypoint.errors import LockAbandoned, LockTimeout, UsageError, WouldDeadlock
+from rallypoint.errors import UsageError, WouldDeadlock
 from rallypoint.host import fd_passing, memory, processes
-from rallypoint.host.record_lock import LockHolder, RecordLock
+from rallypoint.host.record_lock import RecordLock
+from rallypoint.primitives.shared_tensor_lock import (
+    Locked,
+    OnAbandoned,
+    abandoned,
+    state_of,
+    timed_out,
+    who_we_are,
+)
 from rallypoint.store.client.arguments import described, seconds_of
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
-
-OnAbandoned = Literal["raise", "continue"]
 
 _REDO = 1
 """The lock's note: what stands beside the tensor is complete, and has to be copied over it."""
@@ -42,9 +45,7 @@ _WHOLE = ("add_", "copy_")
 """Calls in which a holder may die without leaving anything half changed."""
 
 _SMALLEST = 16
-"""Bytes: an empty tensor has memory, too, since no file of 0 bytes can be mapped; and as many as
-the largest element has.
-"""
+"""Bytes of the largest element: an empty tensor has memory, too, since no empty file is mapped."""
 
 
 class SharedTensor:
@@ -130,13 +131,12 @@ class SharedTensor:
         return self._main.numel() * self._main.element_size()
 
     def __repr__(self) -> str:
-        return f"<SharedTensor {self._what()}, {self._who_holds()}>"
+        return f"<SharedTensor {self._what()}, {state_of(self._lock)}>"
 
     def _what(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}, {self.nbytes} bytes"
 
     # -- the lock
-    # ----------------------------------------------------------------------------------------------
 
     def locked(
         self, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise"
@@ -150,35 +150,29 @@ class SharedTensor:
         tell, or need not know. WouldDeadlock (`lock-twice`) when the calling thread has it already.
         A waiting thread stands in the kernel's queue; fairness is not promised."""
         if on_abandoned not in ("raise", "continue"):
-            raise UsageError(
-                "usage", f'on_abandoned={on_abandoned!r} is neither "raise" nor "continue"'
-            )
+            text = f'on_abandoned={on_abandoned!r} is neither "raise" nor "continue"'
+            raise UsageError("usage", text)
         return Locked(self, seconds_of(timeout), on_abandoned, "")
 
     def _take(self, timeout: float, on_abandoned: OnAbandoned, doing: str) -> None:
         lock = self._lock
         if lock.mine:
-            raise WouldDeadlock(
-                "lock-twice",
-                f"this thread asks for the lock of {self!r}, which it holds already: it would wait for itself for ever",
-                help=(
-                    (
-                        "inside the block use what is there",
-                        "shared.tensor, shared.add_(x), shared.copy_(x)",
-                    ),
-                ),
+            text = f"this thread asks for the lock of {self!r}, which it holds already: it would wait for itself for ever"
+            inside = (
+                "inside the block use what is there",
+                "shared.tensor, shared.add_(x), shared.copy_(x)",
             )
+            raise WouldDeadlock("lock-twice", text, help=(inside,))
         try:
-            if not lock.acquire(timeout, _who_we_are(), doing):
-                raise self._timed_out(timeout)
+            if not lock.acquire(timeout, who_we_are(), doing):
+                raise timed_out(lock, self._what(), timeout)
             self._check_place()
             self._redo()
             left = lock.left
             if left is not None:
-                abandoned = on_abandoned == "raise" and left.doing not in _WHOLE
-                error = self._abandoned(left) if abandoned else None
+                error = abandoned(left, self._what())
                 lock.settled()
-                if error is not None:
+                if on_abandoned == "raise" and left.doing not in _WHOLE:
                     raise error
                 lock.says(doing)
         except BaseException:
@@ -196,71 +190,7 @@ class SharedTensor:
         finally:
             self._lock.release()
 
-    def _timed_out(self, timeout: float) -> LockTimeout:
-        holder = self._lock.holder()
-        headline = f"the lock of SharedTensor {self._what()} was not had within {timeout:g} s: "
-        if holder is None:
-            return LockTimeout(
-                "lock-timeout",
-                f"{headline}somebody held it",
-                holder="somebody",
-                held_for=0.0,
-                why=("it was free a moment later: whoever held it has just given it back",),
-            )
-        why: tuple[str, ...] = ()
-        if processes.is_stopped(holder.pid):
-            why = (f"pid {holder.pid} is stopped (SIGSTOP, Ctrl-Z, a debugger)",)
-        return LockTimeout(
-            "lock-timeout",
-            f"{headline}{self._name(holder)} holds it{_since(holder)}",
-            holder=self._name(holder),
-            held_for=0.0 if math.isnan(holder.since) else _seconds(holder),
-            why=why,
-        )
-
-    def _abandoned(self, left: LockHolder) -> LockAbandoned:
-        name, what = self._name(left), f"the lock of SharedTensor {self._what()}"
-        took = f"took the lock {_seconds(left):.1f} s ago"
-        if left.runs:
-            headline = f"{name} lost {what} while it held it"
-            why = f"it still runs, and {took}: it has closed a descriptor of the lock's file, with which the lock goes"
-        else:
-            headline = f"{name} died while it held {what}, so it may be half changed"
-            why = f"it {took}, and did not give it back"
-        return LockAbandoned(
-            "lock-abandoned",
-            headline,
-            why=(why, "this is said once; the lock is free, and the next one who asks gets it"),
-            help=(
-                (
-                    "bring the tensor into order under the lock",
-                    'with shared.locked(on_abandoned="continue"):',
-                ),
-                (
-                    "or change it only by calls that are whole or absent",
-                    "shared.add_(x), shared.copy_(x)",
-                ),
-            ),
-        )
-
-    def _who_holds(self) -> str:
-        if self._lock.mine:
-            return "held by this thread"
-        holder = self._lock.holder()
-        if holder is None:
-            return "free"
-        if not holder.holds:
-            return f"free: {self._name(holder)} died with the lock"
-        return f"held by {self._name(holder)}{_since(holder)}"
-
-    @staticmethod
-    def _name(holder: LockHolder) -> str:
-        if holder.holds and holder.pid == os.getpid():
-            return "another thread of this process"
-        return f"{holder.who} (pid {holder.pid})" if holder.who else f"pid {holder.pid}"
-
     # -- whole or absent
-    # ----------------------------------------------------------------------------------------------
 
     def add_(
         self,
@@ -334,8 +264,7 @@ class SharedTensor:
             raise
 
     def _redo(self) -> None:
-        """Finish, while the lock is held, what is complete beside the tensor, here or in a process
-        that died."""
+        """Finish, while the lock is held, what is complete beside the tensor."""
         if self._lock.note == _REDO:
             beside = self._beside_it()
             _compute(lambda: self._main.copy_(beside))
@@ -366,7 +295,6 @@ class SharedTensor:
             )
 
     # -- ways into a process, and out of it
-    # ---------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_place()
@@ -375,61 +303,7 @@ class SharedTensor:
         return _arrived, (type(self), self._lock, passed, tuple(self.shape), self.dtype)
 
 
-class Locked:
-    """`with shared.locked():`; see there. One `with` at a time. It has no destructor except while
-    it holds the lock: what a signal handler raises in one is lost, a Ctrl-C too."""
-
-    __slots__ = ("_doing", "_on_abandoned", "_shared", "_timeout")
-
-    def __init__(
-        self, shared: SharedTensor, timeout: float, on_abandoned: OnAbandoned, doing: str
-    ) -> None:
-        self._doing = doing
-        self._shared = shared
-        self._timeout = timeout
-        self._on_abandoned: OnAbandoned = on_abandoned
-
-    def __enter__(self) -> torch.Tensor:
-        self._shared._take(self._timeout, self._on_abandoned, self._doing)
-        self.__class__ = _Inside
-        return self._shared._tensor
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        lock = self._shared._lock
-        try:
-            # In a child that was forked in the block the lock is not its own; the program's own
-            # error says more.
-            if kind is None or lock.mine:
-                self._shared._give_back()
-        except BaseException:
-            if lock.mine:
-                lock.release()
-            raise
-        finally:
-            if not lock.mine:
-                self.__class__ = Locked
-
-
-class _Inside(Locked):
-    """A `Locked` while it holds the lock."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        # A signal handler can raise at the very entry of __exit__, where nothing catches it. This
-        # comes when its traceback goes.
-        if self._shared._lock.mine:
-            self._shared._give_back()
-
-
-_clock = Clock()
 _living: weakref.WeakValueDictionary[bytes, SharedTensor] = weakref.WeakValueDictionary()
-_we: tuple[int, str] = (0, "")
 
 
 def _compute(step: Callable[[], object]) -> None:
@@ -460,8 +334,7 @@ def _forking() -> None:
 
 def _forked() -> None:
     """Note that a child has none of its parent's other threads. If OpenMP's were among them, its
-    next computation with several waits for them for ever (GCC's libgomp), and would do so here with
-    the lock in its hand."""
+    next computation with several waits for them for ever (GCC's libgomp), holding the lock."""
     global _bereft
     _bereft = _bereft or _threads_at_fork > 1
 
@@ -490,37 +363,13 @@ def _arrived(
         os.close(fd)
 
 
-def _who_we_are() -> str:
-    """Name this process for others beside its pid: "rank 2", "SpawnProcess-3", or nothing."""
-    global _we
-    if _we[0] != os.getpid():
-        _we = (os.getpid(), _rank_or_name())
-    return _we[1]
-
-
-def _rank_or_name() -> str:
-    import multiprocessing.process
-
-    from rallypoint.store import discovery
-
-    here = discovery.current()
-    if here is not None and here.rank is not None:
-        return f"rank {here.rank}"
-    name = multiprocessing.process.current_process().name
-    return "" if name == "MainProcess" else name
-
-
 def _checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
-        size = (
-            (operator.index(shape),)
-            if not isinstance(shape, Sequence)
-            else tuple(map(operator.index, shape))
-        )
+        lengths = shape if isinstance(shape, Sequence) else (shape,)
+        size = tuple(map(operator.index, lengths))
     except TypeError:
-        raise TypeError(
-            f"a shape is an int or a sequence of ints, not {described(shape)}"
-        ) from None
+        text = f"a shape is an int or a sequence of ints, not {described(shape)}"
+        raise TypeError(text) from None
     if any(length < 0 for length in size):
         raise UsageError("usage", f"the shape {size} has a negative length")
     return size
@@ -532,17 +381,13 @@ def _checked_dtype(dtype: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: a torch.dtype, not {described(dtype)}")
     if str(dtype).startswith("torch.q"):  # their scale is no part of the memory
-        raise UsageError(
-            "usage",
-            f"a SharedTensor cannot be quantized ({dtype})",
-            help=(("share its int_repr()", ""),),
-        )
+        text = f"a SharedTensor cannot be quantized ({dtype})"
+        raise UsageError("usage", text, help=(("share its int_repr()", ""),))
     return dtype
 
 
 def _beside_at(length: int) -> int:
-    """Return where in the file the memory beside the tensor begins: what is mapped begins with a
-    page."""
+    """Return where in the file the memory beside the tensor begins: with a page, to be mapped."""
     return -(-length // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
@@ -553,13 +398,3 @@ def _here(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     return x.detach() if x.is_cpu else x.detach().to("cpu")
-
-
-def _seconds(holder: LockHolder) -> float:
-    return _clock.monotonic() - holder.since
-
-
-def _since(holder: LockHolder) -> str:
-    seconds = _seconds(holder)
-    known = "" if math.isnan(seconds) else f" for {seconds:.1f} s"
-    return known + (f", in {holder.doing}" if holder.doing else "")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +29,7 @@ from rallypoint.primitives.average.layout import (
     target_of,
     typed,
 )
+from rallypoint.primitives.average.mismatch import mismatch
 from rallypoint.primitives.average.participants import (
     PREFIX,
     VERSION,
@@ -37,8 +37,6 @@ from rallypoint.primitives.average.participants import (
     Participant,
     called,
     in_order,
-    meeting,
-    rank_order,
     say_warning,
     scope,
 )
@@ -49,7 +47,6 @@ from rallypoint.store.client.arguments import described, key_of, seconds_of, siz
 from rallypoint.store.state.attendance import attendance, who
 from rallypoint.store.state.quotas import quoted
 from rallypoint.wire.messages import Arrive, Identity, Member, Met, TimedOut
-from rallypoint.world import ranks_phrase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,15 +59,6 @@ rest of an offer it stays below INLINE_BYTES."""
 
 SMALL_IN_ALL = 256 * 1024
 """Maximum bytes of such values of all ranks together: every rank gets every other's."""
-
-EXPLAINING = 5.0
-"""Seconds to wait for the others' descriptions when values do not match."""
-
-DESCRIPTION_BYTES = 48 * 1024
-"""Maximum bytes of a compressed description: that of a state dict of some thousand tensors."""
-
-SHOWN = 5
-"""Maximum differences that an error lists."""
 
 
 class Averaged(NamedTuple):
@@ -311,7 +299,7 @@ class _AverageCall:
         participants = in_order(seats)
         expected = offer.version, offer.digest
         if any((one.offer.version, one.offer.digest) != expected for one in participants):
-            raise self._mismatch(participants)
+            raise mismatch(self._store, self._name, self._tree, participants)
         return reply, participants
 
     def _weights(self, participants: Sequence[Participant]) -> Weights:
@@ -380,69 +368,7 @@ class _AverageCall:
             help=(longer,) if self._quorum is not None else (longer, without),
         )
 
-    def _mismatch(self, participants: Sequence[Participant]) -> BarrierMismatch:
-        """Make the error for values that do not match, which is the same for all."""
-        versions = sorted({one.offer.version for one in participants})
-        found = _differences(self._descriptions(len(participants)))
-        if len(versions) > 1:
-            numbers = ", ".join(map(str, versions))
-            what = "they run different versions of rallypoint, whose averages have the versions"
-            found = [f"{what} {numbers}"]
-        if not found:
-            groups: dict[bytes, list[Identity]] = {}
-            for one in participants:
-                groups.setdefault(one.offer.digest, []).append(one.identity)
-            found = [f"{who(group)} have the same" for group in groups.values()]
-        return BarrierMismatch(
-            "average-mismatch",
-            f"{called(self._name)} got values that do not match: {found[0]}",
-            why=tuple(found[1:]),
-            help=(("give all ranks the same keys, shapes and dtypes", ""),),
-        )
-
-    def _descriptions(self, size: int) -> list[tuple[Identity, dict[str, str]]]:
-        """Exchange descriptions of the values with the others: dtype and shape, by path."""
-        mine = zlib.compress(msgspec.msgpack.encode(self._tree.described()))
-        brought = msgspec.msgpack.encode(mine if len(mine) <= DESCRIPTION_BYTES else b"")
-        name = meeting(self._name, "described")
-        try:
-            reply, _ = self._store.ask(Arrive, name, size, EXPLAINING, brought, 1, wait=EXPLAINING)
-        except (BarrierBroken, BarrierMismatch):
-            return []
-        told = []
-        for seat in reply.seats if isinstance(reply, Met) else ():
-            packed = msgspec.msgpack.decode(seat.value, type=bytes)
-            if packed:
-                leaves = msgspec.msgpack.decode(zlib.decompress(packed), type=_Description)
-                texts = {path: f"{dtype} {shape}" for path, dtype, shape in leaves}
-                told.append((seat.identity, texts))
-        return sorted(told, key=lambda one: rank_order(one[0]))
-
 
 _CALL = "store.average(name, value, size"
 
-_Description = list[tuple[str, str, list[int]]]
-
 _decode = msgspec.msgpack.Decoder(Offer).decode
-
-
-def _differences(told: Sequence[tuple[Identity, dict[str, str]]]) -> list[str]:
-    """Return the first parts of the value that are not the same for all, and who has which."""
-    found = []
-    ranks = {identity.rank for identity, _ in told}
-    by_rank = None not in ranks and len(ranks) == len(told)  # then the numbers say enough
-    for path in sorted({path for _, leaves in told for path in leaves}):
-        sides: dict[str, list[Identity]] = {}
-        for identity, leaves in told:
-            sides.setdefault(leaves.get(path, "nothing"), []).append(identity)
-        if len(sides) == 1:
-            continue
-        had = []
-        for what, them in sides.items():
-            names = ranks_phrase(one.rank or 0 for one in them) if by_rank else who(them)
-            had.append(f"{what} in {names}")
-        said = f"{', '.join(had[:-1])} and {had[-1]}"
-        found.append(said if path == "value" else f"{path} is {said}")  # "value": no container
-    if len(found) > SHOWN:
-        found[SHOWN:] = [f"and {len(found) - SHOWN} more parts differ"]
-    return found

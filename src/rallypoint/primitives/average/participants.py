@@ -1,5 +1,4 @@
-"""Offers, which the callers of an average bring to its meeting, and the names that all of them use
-alike."""
+"""Messages between the callers of an average, and the names that all of them use alike."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.host import memory
+from rallypoint.host import memory, processes
 from rallypoint.wire.messages import Identity
 
 PREFIX = "rallypoint/average/"
@@ -46,6 +45,21 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     place: SegmentPlace | None = None
 
 
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """Statement of a rank at a barrier within a round. Numbers are places among the
+    participants."""
+
+    round: int
+    turn: int  # how often the round was begun again
+    me: int
+    gone: tuple[int, ...] = ()  # dead, as far as this rank sees
+    late: bool = False  # this rank has waited long enough
+    failed: str = ""  # this rank cannot do its part
+    silent: bool = False  # ... because another rank, or host, is gone
+    finite: bool = True  # of this rank's part
+    leaves: tuple[str, ...] = ()  # in which this rank brought a NaN or an infinity
+
+
 class Participant(NamedTuple):
     """One caller that takes part in a round."""
 
@@ -71,6 +85,17 @@ def in_order(participants: Sequence[Participant]) -> list[Participant]:
 def rank_order(identity: Identity) -> tuple[Any, ...]:
     """Return the sort key of a client."""
     return identity.rank is None, identity.rank or 0, identity.host, identity.pid
+
+
+def has_died(offer: Offer, *, is_mapped: bool) -> bool:
+    """Tell whether a caller is certainly dead. `is_mapped`: its memory is mapped here already."""
+    place = offer.place
+    if offer.scope != scope() or place is None:
+        return False
+    if not is_mapped and not memory.published(offer.pid, place.fd, place.inode):
+        return True
+    found = processes.status(offer.pid)
+    return found is None or found.started != offer.started or found.state in "ZX"
 
 
 @functools.cache

@@ -28,16 +28,17 @@ from rallypoint.errors import (
     RallypointError,
     UsageError,
 )
-from rallypoint.host import memory, processes
+from rallypoint.host import memory
 from rallypoint.primitives.average import cross_host, work_split
 from rallypoint.primitives.average.cross_host import Exchange, HostSilent
 from rallypoint.primitives.average.layout import Layout, MeanWriter, TypedRun, not_finite, typed
 from rallypoint.primitives.average.participants import (
     Participant,
+    RankReport,
     called,
+    has_died,
     meeting,
     say_warning,
-    scope,
 )
 from rallypoint.primitives.average.segments import (
     OwnSegment,
@@ -57,15 +58,14 @@ if TYPE_CHECKING:
     from rallypoint.store.client.client import Client
 
 LOOK = 1.0
-"""Seconds that a barrier within a round waits before those at it look whether the others live. The
-work takes as long for 1 GB."""
+"""Seconds that a barrier within a round waits before those at it look whether the others live."""
 
 PAUSE = 0.5
 """Maximum seconds between two such looks."""
 
 PATIENCE = 10.0
-"""Minimum seconds for the others to finish their part once all have come: `timeout` may be short
-because all are known to come at once, and a busy machine is slow."""
+"""Minimum seconds for the others to finish their part once all have come, however short `timeout`
+is: a busy machine is slow."""
 
 SLOWEST = 50e6
 """Bytes per second at which the slowest rank is expected to work, on a machine that swaps."""
@@ -74,24 +74,9 @@ NAMED = 20
 """Maximum leaves with a NaN that a rank names."""
 
 QUIET = 5.0
-"""Seconds before a line names the ranks that are waited for. A round of 1 GB takes less."""
+"""Seconds before a line names the ranks that are waited for."""
 
 _QUORUM = (("go on with those who are left", "store.average(name, value, size, quorum=...)"),)
-
-
-class RankReport(msgspec.Struct, frozen=True, array_like=True):
-    """Statement of a rank at a barrier within a round. Numbers are places among the
-    participants."""
-
-    round: int
-    turn: int  # how often the round was begun again
-    me: int
-    gone: tuple[int, ...] = ()  # dead, as far as this rank sees
-    late: bool = False  # this rank has waited long enough
-    failed: str = ""  # this rank cannot do its part
-    silent: bool = False  # ... because another rank, or host, is gone
-    finite: bool = True  # of this rank's part
-    leaves: tuple[str, ...] = ()  # in which this rank brought a NaN or an infinity
 
 
 class Missing(Exception):
@@ -189,9 +174,8 @@ class AverageRound:
             self._cache.give(self._own)
         self._cache.end_round()
         for exchange in self._exchanges:
-            with contextlib.suppress(
-                RallypointError
-            ):  # without the store, its keys go with the session
+            # Without the store, its keys go with the session.
+            with contextlib.suppress(RallypointError):
                 exchange.clean()
         for key in self._called_off:
             with contextlib.suppress(RallypointError):
@@ -261,11 +245,9 @@ class AverageRound:
 
     def _exchange(self) -> bool:
         """Make the mean of all hosts; tell whether what this host completed of it is finite."""
-        hosts = self._split.hosts
+        hosts, name = self._split.hosts, self._exchange_name
         me = hosts.index(self._split.host)
-        exchange = Exchange(
-            self._store, self._exchange_name, self._layout, me, len(hosts), self._left
-        )
+        exchange = Exchange(self._store, name, self._layout, me, len(hosts), self._left)
         self._exchanges.append(exchange)
         into = self._own.mapped.memory
         return exchange.run(self._sum_of_host, into, self._head, self._split.total)
@@ -288,17 +270,15 @@ class AverageRound:
         self._check(missing.told, silent=True)
         them = self._who(missing.absent)
         left = [index for index in self._living if index not in missing.absent]
+        why = "died or gave up before it was complete"
         if missing.late:
             why = f"did not finish within {self._clock.elapsed():.1f} s"
-        else:
-            why = "died or gave up before it was complete"
         if self._quorum is not None and len(left) >= self._quorum:
             say_warning(f"{self._title}, goes on without {them}, who {why}")
             self._living = left
             return
-        more = ""
-        if self._quorum is not None:
-            more = f", and {len(left)} of the quorum of {self._quorum} are left"
+        quorum = f", and {len(left)} of the quorum of {self._quorum} are left"
+        more = "" if self._quorum is None else quorum
         text = f"{self._title}, has no result: {them} {why}{more}"
         present = tuple(str(self._participants[index].identity) for index in left)
         absent = tuple(str(self._participants[index].identity) for index in missing.absent)
@@ -352,10 +332,8 @@ class AverageRound:
         size = len(self._living)
         name = meeting(self._name, f"{stage}/{size}")
         value = msgspec.msgpack.encode(mine)
+        wait = LOOK + self._store.timeout  # as long as a server may be slow to answer anything
         try:
-            # A server that is slow to answer has the store's timeout, as for all that does not
-            # wait.
-            wait = LOOK + self._store.timeout
             reply, _ = self._store.ask(Arrive, name, size, LOOK, value, 1, wait=wait)
         except (BarrierBroken, BarrierMismatch):
             return None  # told to whoever was late for another round; the next attempt is a new one
@@ -388,17 +366,11 @@ class AverageRound:
 
     def _is_gone(self, index: int) -> bool:
         """Tell whether the rank is certainly dead, or has given up."""
-        offer = self._participants[index].offer
         if index in self._open and has_given_up(self._open[index], self._number):
             return True
-        if offer.scope != scope() or self._has_left(index):
+        if self._has_left(index):
             return False
-        place = offer.place
-        assert place is not None
-        if index not in self._open and not memory.published(offer.pid, place.fd, place.inode):
-            return True
-        found = processes.status(offer.pid)
-        return found is None or found.started != offer.started or found.state in "ZX"
+        return has_died(self._participants[index].offer, is_mapped=index in self._open)
 
     def _call_off(self) -> None:
         """Tell ranks that wait for another host's sums that a rank is dead."""
