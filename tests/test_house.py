@@ -47,6 +47,7 @@ NOT_YET_SHORT = {
     "diagnosis/rendezvous_mismatch.py",
     "diagnosis/root_cause.py",
     "errors.py",
+    "host/probe.py",
     "host/processes.py",
     "launcher/agent/agent.py",
     "launcher/agent/process_handles.py",

@@ -32,10 +32,10 @@ from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host.addresses import Host
 from rallypoint.host.devices import Build, Device, Found, Look, Process
-from rallypoint.host.visible_devices import Visible
 from rallypoint.host.firewall import Chain, Condition, Firewall, Rule, nft_chains
 from rallypoint.host.interfaces import Interface, InterfaceAddress
 from rallypoint.host.resolver import Answer
+from rallypoint.host.visible_devices import Visible
 
 MIB, GIB = 1 << 20, 1 << 30
 DEADLINE = 60.0  # seconds for a process that runs a check or two

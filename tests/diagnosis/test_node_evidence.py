@@ -28,8 +28,9 @@ from rallypoint.diagnosis.node_evidence import (
     cut,
     of_one_clock,
 )
-from rallypoint.host.devices import Build, Device, Found, Look, Process, Visible
+from rallypoint.host.devices import Build, Device, Found, Look, Process
 from rallypoint.host.probe import Reached, Tried
+from rallypoint.host.visible_devices import Visible
 
 FRAMES = tuple(Frame(f"/home/ada/exp/part{i}.py", i, "step", "x" * 60) for i in range(300))
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(

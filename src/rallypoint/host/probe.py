@@ -51,16 +51,10 @@ Place = tuple[socket.AddressFamily, tuple[object, ...]]
 Outcome = Literal["answered", "closed", "silent", "refused", "unreachable", "dropped"]
 
 UNREACHABLE = {
-    errno.EHOSTUNREACH,
-    errno.ENETUNREACH,
-    errno.ETIMEDOUT,
-    errno.EADDRNOTAVAIL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENETDOWN,
-}
-"""Errors of the kernel when a packet finds no way, or may not be sent. (Everything else is the
-answer of whoever is there.)"""
+    errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EADDRNOTAVAIL,
+    errno.EACCES, errno.EPERM, errno.ENETDOWN,
+}  # fmt: skip
+"""Errors of the kernel when a packet finds no way, or may not be sent: nobody has answered."""
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -171,19 +165,11 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
         read = _read_firewall()
         said = read.blocked(port) or read.unread or "no rule of this machine's firewall drops it"
         rules = (str(said),)
+    holders, stopped = tuple(holder.line() for holder in listening), _stopped(listening)
     return Reached(
-        host=host,
-        port=port,
-        tried=tried,
-        unresolved=unresolved,
-        unanswered=unanswered,
-        here=here,
-        holders=tuple(holder.line() for holder in listening),
-        stopped=_stopped(listening),
-        rules=rules,
-        rejected=rejected,
-        seconds=clock.elapsed(),
-    )
+        host, port, tried, unresolved, unanswered, here, holders, stopped, rules, rejected,
+        clock.elapsed(),
+    )  # fmt: skip
 
 
 class Looking:
@@ -274,8 +260,7 @@ def by_turns(found: list[Place]) -> list[Place]:
 
 
 def numeric(host: str, port: int) -> list[Place]:
-    """Return the address itself, when `host` is one; nothing for a name, which the resolver must be
-    asked for."""
+    """Return the address itself, when `host` is one; nothing for a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, host)
@@ -296,8 +281,8 @@ def is_own(family: socket.AddressFamily, ip: str) -> bool:
 
 
 def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
-    """Return why `host` is not this machine: a code and a sentence; None when it is. A resolver
-    that gives no answer in `timeout` seconds says neither: then it counts as this machine."""
+    """Return why `host` is not this machine: a code and a sentence; None when it is, or when the
+    resolver gives no answer in `timeout` seconds."""
     from rallypoint.host import resolver
 
     places = numeric(host, 0)
