@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.record import run_folder
+from rallypoint.record import past_run, run_folder
 from rallypoint.record.run_folder import (
     KEPT_RUNS,
     RunFolder,
@@ -502,3 +503,41 @@ def test_a_folder_of_runs_below_a_file_has_none(tmp_path: Path) -> None:
     """`HOME=/etc/passwd rallypoint show` was told of a fault in rallypoint."""
     (tmp_path / "file").write_text("")
     assert past_runs(str(tmp_path / "file" / "runs")) == []
+
+
+def opened_node(root: Path, job: str, node: int, said: list[str]) -> RunFolder:
+    path = str(root / job / f"node{node}")
+    return open_run_folder(path, job, said.append, asked_for=False)
+
+
+def test_each_node_of_a_job_has_a_run_folder_in_that_of_the_job(
+    tmp_path: Path, said: list[str]
+) -> None:
+    """Homes are shared by machines: the second node found the run folder of its job in use."""
+    root = tmp_path / "state" / "runs"
+    folders = [opened_node(root, "exp7", node, said) for node in (1, 0)]
+    assert said == []
+    assert {run.job for run in running_runs(str(root))} == {"exp7/node0", "exp7/node1"}
+    assert os.readlink(root / "latest") == "exp7/node0"
+    for folder in folders:
+        folder.list_in(str(root))
+        folder.close()
+    assert not (tmp_path / "state" / "elsewhere").exists(), "they are found where they are"
+    assert [run.running for run in past_runs(str(root))] == [False, False]
+    assert past_run.find(str(root), "exp7/node1") == folders[0].path
+    with pytest.raises(UsageError, match="2 runs have exp7 in their names"):
+        past_run.find(str(root), "exp7")
+    assert {stat.S_IMODE(one.stat().st_mode) for one in (root, root / "exp7")} == {0o700}
+
+
+def test_the_nodes_of_a_job_are_removed_together(tmp_path: Path, said: list[str]) -> None:
+    for number in range(3):
+        for node in range(2):
+            folder = opened_node(tmp_path, f"exp{number}", node, said)
+            os.utime(folder.file("plan.json"), (1000 + number, 1000 + number))
+            folder.close()
+    still = opened_node(tmp_path, "exp0", 1, said)
+    assert remove_old_runs(str(tmp_path), keep=1) == [str(tmp_path / "exp1")]
+    assert not (tmp_path / "exp1").exists()
+    still.close()
+    assert remove_old_runs(str(tmp_path), keep=1) == [str(tmp_path / "exp2")]

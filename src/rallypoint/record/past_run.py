@@ -133,11 +133,15 @@ def find(root: str, word: str = "", command: str = "show") -> str:
     """
     if word and (os.sep in word or os.path.isdir(word)):
         path = os.path.abspath(word)
-        if not os.path.isdir(path):
+        if os.path.isdir(path):
+            return path
+        if not os.path.isdir(os.path.join(root, word)):  # that of one of several nodes
             raise UsageError("usage", f"{path} is no folder", help=_LIST)
-        return path
+        return os.path.join(root, word)
     runs = past_runs(root)
-    if word not in ("", ".", "..", "latest") and os.path.isdir(os.path.join(root, word)):
+    nodes = [run for run in runs if run.job.startswith(os.path.join(word, "node"))]
+    named = word not in ("", ".", "..", "latest") and not nodes
+    if named and os.path.isdir(os.path.join(root, word)):
         return os.path.join(root, word)
     if not runs:
         helps = (

@@ -2,6 +2,8 @@
 
     <run>/plan.json  events.jsonl  report.json  rank0.log ...  running
 
+A job on several nodes has a folder, and in that a run folder `node<k>` for each node.
+
 `running` is locked by the launcher while the run lasts; the lock dies with it, so a run that was
 killed is not taken for a running one. Everything is private to the user. A folder that cannot be
 had, or a disk that fills up, costs the record and not the job.
@@ -22,7 +24,7 @@ import shutil
 import stat
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,6 +46,9 @@ kept longer: somebody may still ask why."""
 
 OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
 """The names of the files that a run folder consists of. Nothing else in it is ever touched."""
+
+NODE = re.compile(r"node\d+")
+"""Names of the run folders in the folder of a job on several nodes."""
 
 SECRET = re.compile(
     r"secret|token(?!i[sz])|passw|passphrase|passcode|pgpass|credential|(?:api|access|private)_?key|authorization|cookie|webhook"
@@ -261,7 +266,7 @@ class RunFolder:
     def list_in(self, root: str) -> None:
         """Let `running_runs(root)` find it, though it is not there. Where nothing can be written it
         is not found without its name."""
-        if self._lock is None or os.path.dirname(self.path) == root:
+        if self._lock is None or root in (os.path.dirname(self.path), _above(self.path)):
             return
         folder = _elsewhere(root)
         link = os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}")
@@ -319,7 +324,7 @@ def open_run_folder(
 
     Not `asked_for` (the default place): when it cannot be made, one line is said and the run goes
     on without a folder; older runs beside it are removed (`remove_old_runs`), and `latest` points
-    here.
+    here. The run folder of one of several nodes is `<job>/node<k>`.
 
     `asked_for` (--run-dir): a folder that is absent or empty is used; in one that holds an earlier
     run, that run is replaced (as when a command is typed again), other files in it are left alone.
@@ -328,9 +333,11 @@ def open_run_folder(
     `run-folder-unwritable` when it cannot be made.
     """
     path = os.path.abspath(path)
+    root = _above(path)
     trouble = Trouble(say)
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        for above in (root, os.path.dirname(path)):
+            os.makedirs(above, mode=0o700, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         folder = RunFolder(path, _take(path), trouble)
@@ -350,23 +357,23 @@ def open_run_folder(
         say(f"rallypoint: no record of this run is kept: {path}: {reason}")
         return RunFolder("", None, trouble)
     if not asked_for:
-        _point_latest(path)
-        remove_old_runs(os.path.dirname(path))
+        _point_latest(root, path)
+        remove_old_runs(root)
     return folder
 
 
+def _above(path: str) -> str:
+    """Return the folder of runs in which this run folder is."""
+    above, name = os.path.split(path)
+    return os.path.dirname(above) if NODE.fullmatch(name) else above
+
+
 def past_runs(root: str) -> list[PastRun]:
-    """Return the runs in a folder of runs, newest first. What is not a run of ours is not
-    listed."""
+    """Return the runs in a folder of runs, newest first; one for each node where a job had several.
+    What is not a run of ours is not listed."""
     runs = []
-    try:
-        names = os.listdir(root)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    for name in names:
+    for name in _names(root):
         path = os.path.join(root, name)
-        if os.path.islink(path):
-            continue
         try:
             with open(os.path.join(path, "plan.json"), "rb") as file:
                 plan = msgspec.json.decode(file.read())
@@ -376,10 +383,24 @@ def past_runs(root: str) -> list[PastRun]:
         if (
             isinstance(plan, dict)
             and isinstance(job := plan.get("job"), str)
-            and (name == job or name.startswith(f"{job}-"))
+            and (
+                name in (job, os.path.join(job, os.path.basename(name)))
+                or name.startswith(f"{job}-")
+            )
         ):
             runs.append(PastRun(name, path, started, is_running(path)))
     return sorted(runs, key=lambda run: (run.started, run.job), reverse=True)
+
+
+def _names(root: str) -> Iterator[str]:
+    """Yield what may be a run folder in a folder of runs."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield entry.name
+                with contextlib.suppress(OSError):  # another user's, or gone
+                    nodes = filter(NODE.fullmatch, os.listdir(entry.path))
+                    yield from [os.path.join(entry.name, node) for node in nodes]
 
 
 def is_running(path: str) -> bool:
@@ -474,24 +495,30 @@ def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -
     others, and recent ones last. Never one that is running, nor the last one that is over, nor what
     is no run of ours. Returns what went."""
     most = bytes_to_keep(os.environ) if most is None else most
-    runs = past_runs(root)
-    sizes = {run.path: _size(run.path) for run in runs}
-    over = [run for run in runs if not run.running and _is_of_here(run.path)]
+    jobs: dict[str, list[PastRun]] = {}  # newest first; the nodes of one job are one
+    for run in past_runs(root):
+        jobs.setdefault(os.path.join(root, run.job.split(os.sep)[0]), []).append(run)
+    sizes = {path: _size(path) for path in jobs}
+    over = [
+        path
+        for path, runs in jobs.items()
+        if not any(run.running or not _is_of_here(run.path) for run in runs)
+    ]
     count, total = len(over), sum(sizes.values())
     recent, older = over[:RECENT_RUNS], over[RECENT_RUNS:]
     older.reverse()
     older.sort(
-        key=lambda run: not _went_well(run.path)
+        key=lambda path: not all(_went_well(run.path) for run in jobs[path])
     )  # stable: the oldest come first among those that went well, and among the others
     removed = []
-    for run in (*older, *recent[:0:-1]):
+    for path in (*older, *recent[:0:-1]):
         if count <= keep and total <= most:
             break
         # Two launchers may be at it at once, and a file may be open on NFS: what cannot go now goes
         # next time.
-        shutil.rmtree(run.path, ignore_errors=True)
-        removed.append(run.path)
-        count, total = count - 1, total - sizes[run.path]
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(path)
+        count, total = count - 1, total - sizes[path]
     return removed
 
 
@@ -541,7 +568,7 @@ def discard(path: str) -> None:
         if os.readlink(os.path.join(root, "latest")) == os.path.basename(path):
             others = past_runs(root)
             if others:
-                _point_latest(others[0].path)
+                _point_latest(root, others[0].path)
             else:
                 os.unlink(os.path.join(root, "latest"))
 
@@ -608,11 +635,11 @@ def write_whole(path: str, text: bytes) -> None:
         raise
 
 
-def _point_latest(path: str) -> None:
+def _point_latest(root: str, path: str) -> None:
     """`latest` -> this run, replaced in one step. A file system without symbolic links goes without
     it."""
-    link = os.path.join(os.path.dirname(path), "latest")
+    link = os.path.join(root, "latest")
     temporary = f"{link}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        os.symlink(os.path.basename(path), temporary)
+        os.symlink(os.path.relpath(path, root), temporary)
         os.replace(temporary, link)
