@@ -8,7 +8,6 @@ from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.evidence import JobEvidence
 from rallypoint.diagnosis.rank_kinds import Kind, Verdict
-from rallypoint.world import ranks_phrase
 
 
 def then_told(
@@ -49,11 +48,11 @@ def then_told(
     rest = ["go on", _LEAVING, *map(_BECAME.get, (Kind.EXITED, Kind.NCCL, Kind.ABORTED))]
     count = sum(len(others.get(words, ())) for words in innocent)
     acquitted = "it is not at fault" if count == 1 else "they are not at fault"
-    told = [_sentence(others[words], words) for words in innocent if words in others]
+    told = [_sentence(job, others[words], words) for words in innocent if words in others]
     told += [acquitted] if count and acquit else []
     for words in (*rest, home, f"caught an error and {home}"):
         if words in others:
-            told.append(_sentence(others[words], words))
+            told.append(_sentence(job, others[words], words))
     if job.log is not None and job.log.stopped and "were stopped" not in others:
         number = len(set(job.log.stopped))
         told.append(f"the launcher stopped {number} other{'s' * (number != 1)}")
@@ -75,7 +74,7 @@ _BECAME = {
 """What became of a rank that is not at fault, by the evidence that it shows."""
 
 
-def _sentence(ranks: Sequence[int], words: str) -> str:
+def _sentence(job: JobEvidence, ranks: Sequence[int], words: str) -> str:
     if len(ranks) == 1:
         words = words.replace("were ", "was ", 1).replace("go on", "goes on")
-    return f"{ranks_phrase(ranks)} {words}"
+    return f"{cases.placed(job, ranks)} {words}"

@@ -57,6 +57,16 @@ _LISTED = (
         "the ranks wait for each other in collectives that do not match",
         "program",
     ),
+    Cause(
+        "node-lost", "a node of the job was lost: its host, its network or its launcher", "machine"
+    ),
+    Cause("node-isolated", "this node was cut off from the others of its job", "machine"),
+    Cause("lead-lost", "node 0, which leads the job, was lost", "machine"),
+    Cause("join-timeout", "not all nodes of the job came in time", "machine"),
+    Cause("job-complete", "a node came to a job that has all its nodes", "usage"),
+    Cause("node-duplicate", "two nodes were started with the same number", "usage"),
+    Cause("node-skew", "a node was started with another program, size or version", "usage"),
+    Cause("no-common-address", "no address of node 0 is reached by every node", "machine"),
     Cause("cause-unknown", "the evidence names no cause", "program"),
     Cause(
         "error-swallowed",
@@ -294,7 +304,11 @@ _LISTED = (
         "the client and the store speak different versions of the protocol",
         "machine",
     ),
-    Cause("secret-missing", "an address was given, and no secret with it", "usage"),
+    Cause(
+        "secret-missing",
+        "an address was given, or a job on several nodes started, without a secret",
+        "usage",
+    ),
     Cause(
         "secret-unreadable",
         "the secret that was named cannot be read, or others can read it, too",

@@ -170,7 +170,7 @@ def _store_waits(scene: Scene) -> Report | None:
 
 def _left_early(scene: Scene) -> Report | None:
     """Tell of ranks that left before the others had done."""
-    left = _left_before(scene.verdicts, scene.hurt)
+    left = _left_before(scene.verdicts, scene.hurt, scene.job.clock_error)
     hid = [v for v in left if v.error is not None]
     if left and len(hid) == len(left):
         return exceptions.swallowed(scene.case(hid), hid[0].error)
@@ -290,7 +290,7 @@ def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame
     return found if len({name for name, _ in found.values()}) > 1 else {}
 
 
-def _left_before(verdicts: list[Verdict], hurt: list[Verdict]) -> list[Verdict]:
+def _left_before(verdicts: list[Verdict], hurt: list[Verdict], slack: float) -> list[Verdict]:
     """Return the ranks that had done with the others before the first of those that were hurt lost
     them: ended well, come to their end (torch takes a quarter of a second to close down), or with
     their group closed. All that ended well when the others are still there."""
@@ -314,7 +314,7 @@ def _left_before(verdicts: list[Verdict], hurt: list[Verdict]) -> list[Verdict]:
     )
     done = [(v, _had_done(v, closing=in_it)) for v in verdicts]
     before = [v for v, at in done if v.rank.rank in ended or 0 < at <= moment(first)]
-    return before or [v for v, at in done if 0 < at <= moment(first) + HEARD_LATE]
+    return before or [v for v, at in done if 0 < at <= moment(first) + HEARD_LATE + slack]
 
 
 def _had_done(verdict: Verdict, *, closing: bool) -> float:

@@ -197,6 +197,11 @@ class JobEvidence(msgspec.Struct, frozen=True, dict=True):
         found = (rank for node in self.nodes for rank in node.ranks)
         return tuple(sorted(found, key=lambda rank: rank.rank))
 
+    @property
+    def several(self) -> bool:
+        """Whether the job has several nodes."""
+        return len(self.nodes) + len(self.lost) > 1
+
     @cached_property
     def _nodes(self) -> dict[int, NodeEvidence]:
         return {rank.rank: node for node in self.nodes for rank in node.ranks}

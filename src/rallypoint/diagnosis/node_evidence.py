@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from rallypoint.diagnosis.evidence import Ended, HelperLost, JobEvidence, NodeEvidence, RankEvidence
+from rallypoint.diagnosis.evidence import Ended, JobEvidence, NodeEvidence, RankEvidence
 from rallypoint.diagnosis.raised import Raised
 from rallypoint.host.devices import Device
 
@@ -15,26 +16,67 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def of_one_clock(job: JobEvidence) -> JobEvidence:
-    """Return the job with all times by the lead's clock, in seconds since its start."""
-    if not any(node.offset for node in job.nodes):
+    """Return the job with all times by the lead's clock, in seconds since its start, and the ends
+    of all nodes in one order: on a node that of its kernel, between nodes that of the clock.
+    """
+    if len(job.nodes) == 1 and not job.nodes[0].offset:
         return job
-    return replace(job, nodes=tuple(_shifted(node, node.offset) for node in job.nodes))
+    nodes = tuple(_shifted(node, node.offset) for node in job.nodes)
+    ends = sorted(
+        (rank.ended.at, node.node, rank.ended.order, rank.rank)
+        for node in nodes
+        for rank in node.ranks
+        if rank.ended is not None
+    )
+    order = {number: place for place, (*_, number) in enumerate(ends)}
+    return replace(job, nodes=tuple(_ordered(node, order) for node in nodes))
 
 
-# Fields that hold a moment, 0.0 when there is none.
-_MOMENTS = frozenset(("at", "phase_at", "left_when", "closed_at", "now"))
+def _ordered(node: NodeEvidence, order: Mapping[int, int]) -> NodeEvidence:
+    ranks = (
+        replace(rank, ended=replace(rank.ended, order=order[rank.rank])) if rank.ended else rank
+        for rank in node.ranks
+    )
+    return replace(node, ranks=tuple(ranks))
 
 
-def _shifted(value: Any, by: float) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_shifted(one, by) for one in value)
-    if not isinstance(value, (NodeEvidence, RankEvidence, Raised, Ended, HelperLost)):
-        return value
-    changed = {
-        name: (old and old + by) if name in _MOMENTS else _shifted(old, by)
-        for name, old in zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
-    }
-    return replace(value, **{**changed, **({"offset": 0.0} if "offset" in changed else {})})
+def _shifted(node: NodeEvidence, by: float) -> NodeEvidence:
+    """Return the node's evidence with all its times later by so many seconds."""
+    if not by:
+        return node
+    helper = node.helper
+    return replace(
+        node,
+        ranks=tuple(_rank_shifted(rank, by) for rank in node.ranks),
+        helper=helper and replace(helper, ended=_end_shifted(helper.ended, by)),
+        now=node.now + by,
+        offset=0.0,
+    )
+
+
+def _rank_shifted(rank: RankEvidence, by: float) -> RankEvidence:
+    return replace(
+        rank,
+        phase_at=_later(rank.phase_at, by),
+        ended=rank.ended and _end_shifted(rank.ended, by),
+        raised=rank.raised and _error_shifted(rank.raised, by),
+        handled=tuple(_error_shifted(error, by) for error in rank.handled),
+        left_when=_later(rank.left_when, by),
+        closed_at=_later(rank.closed_at, by),
+    )
+
+
+def _end_shifted(ended: Ended, by: float) -> Ended:
+    return replace(ended, at=_later(ended.at, by))
+
+
+def _error_shifted(error: Raised, by: float) -> Raised:
+    return replace(error, at=_later(error.at, by))
+
+
+def _later(at: float, by: float) -> float:
+    """Return the later moment; 0.0 stands for none."""
+    return at and at + by
 
 
 # Bytes of the evidence of a rank that travels between nodes: of one that has failed, of any other,

@@ -77,7 +77,8 @@ def look_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
     job = of_one_clock(job)
     job = job.with_ranks(_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
     verdicts = [_verdict(rank, job) for rank in job.ranks]
-    return job, _shared(_after_a_loss(_stopped_after(verdicts)))
+    slack = job.clock_error
+    return job, _shared(_after_a_loss(_stopped_after(verdicts, slack), slack))
 
 
 def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
@@ -95,13 +96,13 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     """Return what a live job's rank shows, looked at alone."""
     error, ended = _last_exception(rank, job), rank.ended
     if error is not None:
-        inner = _never_joined(rank, error)
-        if inner is None and kind_of(error) is Kind.RAISED:
-            inner = tracebacks.wrapped(error)
-            if inner is not None and kind_of(inner) not in HURT:
-                inner = None
-        error = inner or error
-        return Verdict(rank, kind_of(error), error)
+        kind, inner = kind_of(error), _never_joined(rank, error)
+        if inner is not None:
+            return Verdict(rank, kind_of(inner), inner)
+        inner = tracebacks.wrapped(error) if kind is Kind.RAISED else None
+        if inner is not None and (hurt := kind_of(inner)) in HURT:
+            return Verdict(rank, hurt, inner)
+        return Verdict(rank, kind, error)
     if rank.not_executed:
         return Verdict(rank, Kind.NOT_RUN)
     if ended is None:
@@ -262,9 +263,10 @@ def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
 
 
 # Each step below looks once at all ranks for what it compares with: a job may have thousands.
+# `slack`: seconds by which times of two nodes may be wrong beside each other.
 
 
-def _stopped_after(verdicts: list[Verdict]) -> list[Verdict]:
+def _stopped_after(verdicts: list[Verdict], slack: float) -> list[Verdict]:
     """Acquit ranks of what they raised after the launcher had told them to stop, unless it came
     before every other cause.
     """
@@ -274,12 +276,12 @@ def _stopped_after(verdicts: list[Verdict]) -> list[Verdict]:
     def stopped(one: Verdict) -> bool:
         raised = one.kind in (Kind.RAISED, Kind.LEAVING) and bool(one.rank.sent)
         at = one.error.at if one.error is not None else 0.0
-        return raised and first is not None and (not at or at >= first)
+        return raised and first is not None and (not at or at >= first - slack)
 
     return [Verdict(one.rank, Kind.STOPPED) if stopped(one) else one for one in verdicts]
 
 
-def _after_a_loss(verdicts: list[Verdict]) -> list[Verdict]:
+def _after_a_loss(verdicts: list[Verdict], slack: float) -> list[Verdict]:
     """Acquit ranks of what they raised just after they had caught the loss of a peer, when another
     rank had failed or left by then without such a loss.
     """
@@ -293,7 +295,7 @@ def _after_a_loss(verdicts: list[Verdict]) -> list[Verdict]:
 
     def judged(one: Verdict, loss: Raised | None) -> Verdict:
         raised = one.kind in (Kind.RAISED, Kind.LEAVING) and one.error is not None and one.error.at
-        if not raised or loss is None or first is None or first > raised + HEARD_LATE:
+        if not raised or loss is None or first is None or first > raised + HEARD_LATE + slack:
             return one
         return Verdict(one.rank, kind_of(loss), loss)
 

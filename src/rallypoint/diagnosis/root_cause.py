@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from rallypoint.diagnosis import classify, confidence, reachability, stacks, tracebacks
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
-from rallypoint.diagnosis.causes import children, endings, exceptions, gpus, resources, stops
-from rallypoint.diagnosis.causes.case import Case
+from rallypoint.diagnosis.causes import children, endings, exceptions, gpus, nodes, resources, stops
+from rallypoint.diagnosis.causes.case import Case, placed
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.confidence import answers, doubt_in_log
 from rallypoint.diagnosis.consequences import (
@@ -27,7 +27,7 @@ from rallypoint.diagnosis.consequences import (
     scene_of,
 )
 from rallypoint.diagnosis.error_patterns import schedulers
-from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import JobEvidence, Meeting, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_consequences import (
     absent_in_log,
     not_reached,
@@ -80,6 +80,8 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
         reports = (confidence.placed(first, job.log), *more)
         return tuple(replace(one, exit_status=int(one.code == "cause-unknown")) for one in reports)
     died: tuple[Report, ...] = ()
+    if job.lost and not (job.interrupted_by or job.overdue):
+        return _with_lost_nodes(job, verdicts)
     rows = ROWS[:1] if job.helper or job.interrupted_by or job.overdue else ROWS
     if job.helper is not None:
         died = (stops.launcher_died(job, then_told(job, verdicts, [], STRONG)),)
@@ -116,7 +118,36 @@ def _exits_before(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict
     if job.on_failure != "continue" or found[0].kind is Kind.EXITED:
         return []
     first = min(moment(v) - (SAME_MOMENT if v.kind is Kind.RAISED else HEARD_LATE) for v in found)
+    first -= job.clock_error
     return [v for v in verdicts if v.kind is Kind.EXITED and moment(v) < first]
+
+
+# Kinds of evidence of a rank's own that make a node's loss a consequence when they came before it.
+_BEFORE_A_LOSS = ROWS[:4]
+
+
+def _with_lost_nodes(job: JobEvidence, verdicts: list[Verdict]) -> tuple[Report, ...]:
+    """Return the causes where nodes were lost: the loss, unless something of a rank's own clearly
+    came before. What failed after it may well be a consequence.
+    """
+    since = min(one.at - one.silent for one in job.lost) - job.clock_error
+    until = min(one.at for one in job.lost)
+    then = nodes.lost_then(job)
+    for row in _BEFORE_A_LOSS:
+        found = [v for v in verdicts if v.kind in row and 0 < moment(v) < since]
+        if found:
+            first, *more = _reports(job, verdicts, found)
+            then = "; ".join(filter(None, (then, first.then)))
+            return (replace(first, then=then), *more)
+    own = [v for v in verdicts if v.kind in STRONG]
+    beside = [v for v in own if moment(v) <= until]
+    afterwards = [v.rank.rank for v in own if moment(v) > until]
+    others = then_told(job, verdicts, own, ())
+    failed = f"{placed(job, afterwards)} failed afterwards" if afterwards else ""
+    sure: Confidence = "likely" if beside else "certain"
+    case = Case(job, (), "; ".join(filter(None, (others, failed))), sure)
+    loss = nodes.lost(case, [v.rank for v in verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED)])
+    return (loss, *(_reports(job, verdicts, beside) if beside else ()))[:MOST_REPORTS]
 
 
 class News(msgspec.Struct, frozen=True):
@@ -172,7 +203,8 @@ def news(job: JobEvidence, told: Iterable[int], at_fault: Iterable[int]) -> News
     followed: dict[tuple[str, str], list[int]] = {}
     for verdict in verdicts:
         rank, error = verdict.rank, verdict.error
-        before = [number for number, at in blamed if at <= moment(verdict) + HEARD_LATE]
+        heard = moment(verdict) + HEARD_LATE + job.clock_error
+        before = [number for number, at in blamed if at <= heard]
         new = rank.rank not in told and verdict.kind in CONSEQUENCES and has_failed(rank)
         if new and before:
             words = classify.in_short(error) if error is not None else cases.how_ended(job, rank)
@@ -269,7 +301,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         for v in found
     )
     alike = told[0][0].kind is Kind.EXITED and len(told[0]) > 1
-    acquit = not (suspect or alike or _doubt(told[0], verdicts))
+    acquit = not (suspect or alike or _doubt(job, told[0], verdicts))
     then = then_told(job, verdicts, at_fault, STRONG, acquit=acquit)
     numbers = [v.rank.rank for group in rest for v in group if v.rank.rank >= 0]
     more = f"{ranks_phrase(numbers)} failed in other ways still: see their logs" if numbers else ""
@@ -279,7 +311,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         ranks = tuple(v.rank for v in group)
         case = Case(job, ranks, "; ".join(filter(None, words)), sure)
         report = ACCOUNTS[group[0].kind](case, group[0].error)
-        doubt = doubt_in_log(group, report) if job.log is not None else _doubt(group, verdicts)
+        doubt = doubt_in_log(group, report) if job.log is not None else _doubt(job, group, verdicts)
         if doubt and sure == "possible":
             report = replace(report, confidence=sure, why=doubt)
         elif doubt and report.confidence == "certain":
@@ -297,7 +329,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
     return tuple(reports)
 
 
-def _doubt(group: list[Verdict], verdicts: list[Verdict]) -> str:
+def _doubt(job: JobEvidence, group: list[Verdict], verdicts: list[Verdict]) -> str:
     """Return why an exception of a rank's own may be a consequence all the same, "" when nothing
     speaks for it.
     """
@@ -319,14 +351,21 @@ def _doubt(group: list[Verdict], verdicts: list[Verdict]) -> str:
     ):
         return "the traceback stands in the log, and lines follow it: it may have been handled"
     rank, error = raised[0]
+    here, until = job.node_of(rank.rank), moment(group[0]) + SAME_MOMENT
     weak = [
         v.rank.rank
         for v in verdicts
-        if v.kind in (Kind.EXITED, Kind.ABORTED) and moment(v) < moment(group[0]) + SAME_MOMENT
+        if v.kind in (Kind.EXITED, Kind.ABORTED)
+        and moment(v) < until + _clocks_differ(here, job.node_of(v.rank.rank))
     ]
     if weak and error.at and rank.raised is not None:
         return f"{ranks_phrase(weak)} ended by then, too, and nothing shows which came first"
     return ""
+
+
+def _clocks_differ(one: NodeEvidence, other: NodeEvidence) -> float:
+    """Return the seconds by which times of two nodes may be wrong beside each other."""
+    return 0.0 if one.node == other.node else one.error + other.error
 
 
 def _without_echoes(found: list[Verdict]) -> list[Verdict]:

@@ -27,6 +27,7 @@ PHASES = {
     "done": "after the program's last line",
 }
 
+NODES_NAMED = 3  # of the ranks in one sentence; of more only the number
 NOT_KNOWN = "where it was is not known"
 
 
@@ -57,7 +58,9 @@ class Case(msgspec.Struct, frozen=True):
     def subject(self) -> str:
         if self.ranks and not self.numbers:
             return self.first.name
-        return subject(self.numbers, self.job.world_size)
+        if len(self.ranks) == self.job.world_size > 1:
+            return subject(self.numbers, self.job.world_size)
+        return placed(self.job, self.numbers)
 
     @property
     def root(self) -> str:
@@ -85,11 +88,35 @@ def subject(ranks: Sequence[int], world_size: int) -> str:
     return ranks_phrase(ranks)
 
 
+def node_name(job: JobEvidence, number: int) -> str:
+    """Return what a report calls a node: its host, when no other node is there, too."""
+    hosts = {node.node: node.host for node in job.nodes} | {one.node: one.host for one in job.lost}
+    host = hosts.get(number, "")
+    if host and list(hosts.values()).count(host) == 1:
+        return host
+    return f"node {number} ({host})" if host else f"node {number}"
+
+
+def placed(job: JobEvidence, ranks: Sequence[int]) -> str:
+    """Return `ranks 0-1 and 3`, of several nodes `ranks 0-1 on gpu01 and rank 3 on gpu02`."""
+    if not job.several:
+        return ranks_phrase(ranks)
+    there: dict[int, list[int]] = {}
+    for rank in ranks:
+        there.setdefault(job.node_of(rank).node, []).append(rank)
+    if len(there) > NODES_NAMED:
+        return f"{ranks_phrase(ranks)} on {len(there)} nodes"
+    parts = [f"{ranks_phrase(there[node])} on {node_name(job, node)}" for node in sorted(there)]
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
 def again(job: JobEvidence, ranks: int | str) -> str:
-    """Return the line that starts the same job with so many ranks, or "gpu": one for each."""
+    """Return the line that starts the same job with so many ranks on a node, or "gpu": one for
+    each.
+    """
     if job.function and isinstance(ranks, int):
         return f"rallypoint.launch({job.program}, nproc={ranks})"
-    return f"rallypoint run -n {ranks} {job.program}"
+    return f"rallypoint run {'... ' if job.several else ''}-n {ranks} {job.program}"
 
 
 def python_of(job: JobEvidence) -> str:

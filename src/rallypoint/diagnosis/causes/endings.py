@@ -269,7 +269,8 @@ _REFUSED = re.compile(
 def left_early(case: Case) -> Report:
     """Tell of exit code 0, or of a closed group, while the others went on."""
     job, first, one = case.job, case.first, len(case.ranks) == 1
-    waiting = [rank for rank in job.ranks if rank.rank not in case.numbers]
+    at_fault = set(case.numbers)
+    waiting = [rank for rank in job.ranks if rank.rank not in at_fault]
     joining = [rank.rank for rank in waiting if rank.phase == "joining" and rank.raised is None]
     over = all(rank.ended is not None and not rank.sent for rank in case.ranks)
     at_its_end = first.phase == "finishing" or (job.function and first.phase == "done")

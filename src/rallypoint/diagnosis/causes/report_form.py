@@ -22,6 +22,7 @@ TRACEBACK_LINES_ALONE = 40  # when no log has the rest of it: a full disk, or no
 # so that the report of one raise stays below 25 lines; less beside a help, which takes its room
 TRACEBACK_LINES = 12
 TRACEBACK_LINES_LEAST = 8  # beside any help: two frames of a chain of two exceptions
+MOST_FOLDERS = 4  # of nodes, where no rank is at fault
 TIMELINE = 7  # lines around the cause; the rest is in events.jsonl
 TIMELINE_WORDS = 72  # characters of one event, so that a line fits on 92 columns
 
@@ -180,7 +181,14 @@ def timeline(case: Case) -> tuple[Moment, ...]:
 
 def logs(case: Case) -> tuple[str, ...]:
     """Return the log of the first rank at fault, at the line of its last words."""
-    if not case.ranks or not case.first.log:
-        return (case.node.run_dir,) if case.node.run_dir else ()
-    rank = case.first
-    return (f"{rank.log}:{rank.log_line}" if rank.log_line else rank.log,)
+    several, node = case.job.several, case.node
+    if case.ranks and case.first.log:
+        rank = case.first
+        log = f"{rank.log}:{rank.log_line}" if rank.log_line else rank.log
+        return (f"{node.host}:{log}" if several else log,)
+    if case.ranks or not several:
+        return (f"{node.host}:{node.run_dir}" if several else node.run_dir,) if node.run_dir else ()
+    folders = [f"{node.host}:{node.run_dir}" for node in case.job.nodes if node.run_dir]
+    more = len(folders) - MOST_FOLDERS
+    rest = (f"and {more} more nodes",) if more > 1 else ()
+    return (*(folders[:MOST_FOLDERS] if rest else folders), *rest)

@@ -210,6 +210,9 @@ def less_memory(job: JobEvidence) -> list[Help]:
             "DataLoader(..., num_workers=1)",
         )
     ]
-    if job.world_size > 1:
+    most = max((len(node.ranks) for node in job.nodes), default=0)
+    if job.several and most > 1:
+        helps.append(Help("or start fewer ranks on each node", again(job, most // 2)))
+    elif job.world_size > 1 and not job.several:
         helps.append(Help("or start fewer ranks", again(job, job.world_size // 2)))
     return helps

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from rallypoint.diagnosis import classify, reachability
 from rallypoint.diagnosis.causes import collectives, resources
-from rallypoint.diagnosis.causes.case import Case, how_ended, where, whereabouts
+from rallypoint.diagnosis.causes.case import Case, how_ended, node_name, where, whereabouts
 from rallypoint.diagnosis.causes.report_form import (
     SAID_LINES,
     Fields,
@@ -120,7 +120,8 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
     """Tell that the template, the guard or the c10d host ended by itself."""
     lost = job.helper
     assert lost is not None
-    memory = next(node.memory for node in job.nodes if node.helper is lost)
+    there = next(node for node in job.nodes if node.helper is lost)
+    memory, at = there.memory, f" on {node_name(job, there.node)}" if job.several else ""
     ended = lost.ended
     name = signal_name(ended.signal) if ended.signal else ""
     by_signal = bool(name) and ended.signal not in CRASHES
@@ -147,7 +148,7 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
     return account(
         Case(job, (), then),
         "launcher-died",
-        f"rallypoint's {lost.name} {f'was ended by {name}' if name else f'exited with code {ended.code}'}",
+        f"rallypoint's {lost.name}{at} {f'was ended by {name}' if name else f'exited with code {ended.code}'}",
         why=why,
         evidence=evidence,
         said=(Said(f"the {lost.name}", words),) if words else (),

@@ -1,0 +1,143 @@
+"""Nodes of a job: lost, cut off, left by the lead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rallypoint.diagnosis.causes.case import Case, whereabouts
+from rallypoint.diagnosis.causes.report_form import account
+from rallypoint.diagnosis.causes.wording import listed
+from rallypoint.diagnosis.evidence import JobEvidence, Look, LostNode, RankEvidence
+from rallypoint.diagnosis.report import Help, Report
+from rallypoint.world import ranges, ranks_phrase
+
+TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: the same may go well a minute later
+
+_SEEN = {
+    "refused": "{0} answers, and nothing of the job listens there: the host is up, its launcher is gone",
+    "silent": "{0} takes connections, and nobody answers: its launcher stands still, or has no processor time",
+    "dropped": "{0} answers no packet: the host is off, or something between drops packets",
+    "unreachable": "the network has no way to {0}: its link is down, or this node's",
+}
+"""What a look at a node's host showed, and what follows from it."""
+
+
+def lost(case: Case, standing: Sequence[RankEvidence]) -> Report:
+    """Tell of nodes from which nothing is heard any more. `standing`: ranks of other nodes that
+    show nothing but where they were.
+    """
+    job, nodes = case.job, case.job.lost
+    why, *more = dict.fromkeys(_why(node) for node in nodes)
+    lines = [f"{_named(node)}: {_why(node)}" for node in nodes]
+    if not more:
+        lines = []
+    seen = [rank for rank in standing if rank.stack]
+    return account(
+        case,
+        "node-lost",
+        f"{_subject(nodes)} lost{_clock_time(job, min(node.at for node in nodes))}",
+        why="they fell silent in different ways" if more else why,
+        evidence=(*listed(lines), *whereabouts(job, seen, case.root)),
+        help=[_help(nodes[0])],
+        ranks=tuple(rank for node in nodes for rank in node.ranks),
+        exit_status=TEMPORARY,
+    )
+
+
+def lost_then(job: JobEvidence) -> str:
+    """Return that the nodes were lost after something else had failed."""
+    return f"{_subject(job.lost)} lost afterwards"
+
+
+def _named(node: LostNode) -> str:
+    ranks = f", {ranks_phrase(node.ranks)}" if node.ranks else ""
+    return f"node {node.node} ({node.host}{ranks})"
+
+
+def _subject(nodes: Sequence[LostNode]) -> str:
+    if len(nodes) == 1:
+        return f"{_named(nodes[0])} was"
+    ranks = [rank for node in nodes for rank in node.ranks]
+    hosts = list(dict.fromkeys(node.host for node in nodes))
+    named = ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)} hosts"
+    held = f"; {ranks_phrase(ranks)}" if ranks else ""
+    return f"nodes {ranges(node.node for node in nodes)} ({named}{held}) were"
+
+
+def _clock_time(job: JobEvidence, at: float) -> str:
+    """Return the time of the day by the lead's clock."""
+    lead = next((node for node in job.nodes if node.node == 0), None)
+    if lead is None or not lead.began:
+        return ""
+    return datetime.fromtimestamp(lead.began + at).strftime(" at %H:%M:%S")
+
+
+def _why(node: LostNode) -> str:
+    how = "the connection of its launcher ended, and it did not come back"
+    if node.how == "lease over":
+        how = f"nothing was heard of its launcher for {node.silent:.1f} s"
+    return "; ".join(filter(None, (how, _seen(node.looked, node.address or node.host))))
+
+
+def _seen(looked: Look, address: str) -> str:
+    return _SEEN[looked].format(address) if looked else ""
+
+
+def _help(node: LostNode) -> Help:
+    host = node.host or node.address
+    if node.looked == "refused":
+        ended = "see on that host whether the kernel killed the launcher for lack of memory"
+        return Help(ended, f"ssh {host} \"sudo dmesg -T | grep -i 'killed process'\"")
+    if node.looked == "silent":
+        return Help(
+            "see whether the launcher stands still there (state T)",
+            f"ssh {host} ps -eo pid,stat,args",
+        )
+    return Help(
+        "see whether the host is up, and can be reached from here",
+        f"ping -c 3 {node.address or host}",
+    )
+
+
+def lead_lost(
+    host: str, *, silent: float = 0.0, looked: Look = "", address: str = "", buddy: str = ""
+) -> Report:
+    """Tell on another node that node 0, which led the job, is gone. `silent`: seconds without a
+    sign of it; `looked`, `address`: what was seen at its host; `buddy`: another node's address that
+    answers, so this node is not the one that is cut off.
+    """
+    node = LostNode(
+        0, host, (), "lease over" if silent else "connection ended", 0.0, silent, looked, address
+    )
+    return Report(
+        code="lead-lost",
+        headline=f"node 0 ({host}), which leads the job, was lost",
+        why=_why(node),
+        evidence=(f"{buddy}, another node of the job, answers: this node is not cut off",)
+        if buddy
+        else (),
+        then="the ranks of this node were stopped: nobody else can tell what goes on, or start them again",
+        help=(_help(node),),
+        exit_status=TEMPORARY,
+    )
+
+
+def node_isolated(host: str, lead: str, *, silent: float, tried: Sequence[str] = ()) -> Report:
+    """Tell on a node that it reaches nobody of its job. `lead`: host of node 0; `tried`: a line for
+    each address that was tried, with what came of it.
+    """
+    return Report(
+        code="node-isolated",
+        headline=f"this node ({host}) has lost all others of the job",
+        why=f"no answer has come from node 0 ({lead}) for {silent:.1f} s, and the others do not answer either"
+        if tried
+        else f"no answer has come from node 0 ({lead}) for {silent:.1f} s",
+        evidence=listed(tried),
+        then="its ranks were stopped, so that no two halves of a job write the same checkpoint",
+        help=(
+            Help("see whether its link is up, and carries packets", "ip -s -brief link"),
+            Help("and whether it reaches node 0", f"ping -c 3 {lead}"),
+        ),
+        exit_status=TEMPORARY,
+    )

@@ -1,0 +1,385 @@
+"""Jobs on several nodes: the first cause wherever it was, what became of the others, and how it
+is told.
+
+The texts are tests/stories/nodes/<name>.txt; `UPDATE_STORIES=1 pytest` writes them, a person reads
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from rallypoint.diagnosis import render
+from rallypoint.diagnosis.causes import nodes as node_causes
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    HelperLost,
+    JobEvidence,
+    LostNode,
+    Meeting,
+    NodeEvidence,
+    RankEvidence,
+)
+from rallypoint.diagnosis.report import Report
+from rallypoint.diagnosis.root_cause import MOST_REPORTS, diagnose, same_again
+
+from .test_root_cause import ALL_REDUCE, COUNTED, LOADING, MEMORY, lost, raised, rank, stopped
+
+STORIES = pathlib.Path(__file__).parent.parent / "stories" / "nodes"
+VALUE = raised("ValueError", "bad batch", at=1.2)
+NOON = 1_767_182_671.0  # 12:04:31 in UTC
+
+
+@pytest.fixture(autouse=True)
+def in_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Times of the day in reports are those of the machine."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def node(number: int, *ranks: RankEvidence, **more: Any) -> NodeEvidence:
+    home = f"/home/u/.local/state/rallypoint/runs/job7/node{number}"
+    ranks = tuple(
+        msgspec.structs.replace(one, log=f"{home}/rank{one.rank}.log") if one.log else one
+        for one in ranks
+    )
+    told = {"host": f"gpu0{number + 1}", "run_dir": home, "now": 4.5, **more}
+    return NodeEvidence(ranks, number, began=NOON - 4.0, **told)
+
+
+def job(*nodes: NodeEvidence, gone: Sequence[LostNode] = (), **more: Any) -> JobEvidence:
+    ranks = {one.rank for at in nodes for one in at.ranks} | {n for one in gone for n in one.ranks}
+    return JobEvidence("train.py", len(ranks), nodes, tuple(gone), **more)
+
+
+def gone(number: int, *ranks: int, **more: Any) -> LostNode:
+    seen: dict[str, Any] = {"how": "lease over", "at": 4.0, "silent": 2.0, "looked": "dropped"}
+    address = f"10.0.0.{number + 1}"
+    return LostNode(number, f"gpu0{number + 1}", ranks, **{**seen, "address": address, **more})
+
+
+def here(reports: tuple[Report, ...], at: NodeEvidence, after: float) -> tuple[Report, ...]:
+    part = render.own_part(reports[0], at.node, at.host, [one.rank for one in at.ranks], after)
+    return (msgspec.structs.replace(reports[0], here=part), *reports[1:])
+
+
+OTHERS = (4, 6, 7)
+RAISED = job(
+    node(0, *(lost(i, at=1.3) for i in range(4))),
+    node(1, *(stopped(i) for i in OTHERS), rank(5, 1, raised=VALUE, at=1.4)),
+)
+WAITING = node(0, *(stopped(i) for i in range(4)))
+KILLED = job(
+    node(0, stopped(0), lost(1), memory=COUNTED),
+    node(1, rank(2, sig=9, at=1.0), lost(3), memory=MEMORY),
+)
+CLOCKS = job(
+    node(0, stopped(0), rank(1, 1, raised=raised("KeyError", "'step'", at=4.5), at=4.6), error=0.0),
+    node(1, stopped(2), rank(3, 1, raised=VALUE, at=1.4), offset=3.0, error=0.005),
+)
+
+
+class Story(NamedTuple):
+    name: str
+    job: JobEvidence
+    code: str
+    ranks: tuple[int, ...]
+    confidence: str = "certain"
+    status: int = 1
+    others: tuple[str, ...] = ()
+
+
+STORIES_TOLD = [
+    Story("a-rank-raises-on-another-node", RAISED, "rank-raised", (5,)),
+    Story(
+        "a-node-is-lost-while-others-wait",
+        job(WAITING, gone=[gone(1, 4, 5, 6, 7)]),
+        "node-lost",
+        (4, 5, 6, 7),
+        status=75,
+    ),
+    Story(
+        "a-launcher-is-killed-and-peers-lose-its-ranks",
+        job(
+            node(0, *(lost(i, at=3.9) for i in range(4))),
+            gone=[gone(1, 4, 5, 6, 7, how="connection ended", silent=0.5, looked="refused")],
+        ),
+        "node-lost",
+        (4, 5, 6, 7),
+        status=75,
+    ),
+    Story(
+        "two-nodes-are-lost-at-once",
+        job(
+            node(0, *(stopped(i) for i in range(2))),
+            gone=[gone(1, 2, 3), gone(2, 4, 5, looked="unreachable")],
+        ),
+        "node-lost",
+        (2, 3, 4, 5),
+        status=75,
+    ),
+    Story(
+        "a-rank-raised-before-its-node-was-lost",
+        job(
+            node(0, *(stopped(i) for i in range(2))),
+            node(1, rank(2, 1, raised=VALUE, at=1.3), stopped(3)),
+            gone=[gone(2, 4, 5)],
+        ),
+        "rank-raised",
+        (2,),
+    ),
+    Story(
+        "a-rank-raises-while-a-node-falls-silent",
+        job(
+            node(
+                0,
+                stopped(0),
+                rank(1, 1, raised=msgspec.structs.replace(VALUE, at=3.0), at=3.1),
+            ),
+            gone=[gone(1, 2, 3, looked="silent")],
+        ),
+        "node-lost",
+        (2, 3),
+        confidence="likely",
+        status=75,
+        others=("rank-raised",),
+    ),
+    Story("a-rank-is-killed-for-memory-on-its-node", KILLED, "rank-out-of-memory", (2,), status=137),
+    Story(
+        "a-rank-is-killed-and-memory-ran-out-elsewhere",
+        job(
+            node(0, rank(0, sig=9, at=1.0), lost(1), memory=COUNTED),
+            node(1, stopped(2), lost(3), memory=MEMORY),
+        ),
+        "rank-killed",
+        (0,),
+        status=137,
+    ),
+    Story(
+        "a-rank-on-another-node-left-early",
+        job(
+            node(0, lost(0, at=2.0), lost(1, at=2.0, order=2)),
+            node(1, rank(2, 0, at=1.4, phase="done"), stopped(3)),
+        ),
+        "rank-left-early",
+        (2,),
+        confidence="likely",
+    ),
+    Story("clocks-differ-by-three-seconds", CLOCKS, "rank-raised", (3,), others=("rank-raised",)),
+    Story(
+        "an-exit-on-another-node-at-the-moment-of-an-exception",
+        job(
+            node(0, stopped(0), rank(1, 3, at=4.212)),
+            node(1, stopped(2), rank(3, 1, raised=VALUE, at=1.4), offset=3.0, error=0.02),
+        ),
+        "rank-raised",
+        (3,),
+        confidence="likely",
+    ),
+    Story(
+        "somebody-stops-a-job-on-six-nodes",
+        job(
+            *(node(i, stopped(2 * i), stopped(2 * i + 1, LOADING)) for i in range(6)),
+            interrupted_by="SIGTERM",
+        ),
+        "interrupted",
+        (),
+        status=143,
+    ),
+    Story(
+        "all-ranks-of-two-nodes-of-one-host-raise",
+        job(
+            node(0, *(rank(i, 1, raised=VALUE, at=1.3) for i in range(2)), host="box"),
+            node(1, rank(2, 1, raised=VALUE, at=1.3), stopped(3), host="box"),
+        ),
+        "rank-raised",
+        (0, 1, 2),
+    ),
+    Story(
+        "a-helper-of-one-node-is-killed",
+        job(
+            node(0, stopped(0), lost(1, at=2.1)),
+            node(
+                1,
+                rank(2, sig=9, at=2.0),
+                rank(3, sig=9, at=2.0),
+                helper=HelperLost("template", 4711, Ended(signal=9, at=2.0)),
+                memory=COUNTED,
+            ),
+        ),
+        "launcher-died",
+        (),
+        status=137,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("story", STORIES_TOLD, ids=lambda story: story.name)
+def test_the_first_cause_is_found_wherever_it_was(story: Story) -> None:
+    first, *more = diagnose(story.job)
+    assert (first.code, first.ranks, first.confidence, first.exit_status) == (
+        story.code,
+        story.ranks,
+        story.confidence,
+        story.status,
+    )
+    assert tuple(report.code for report in more) == story.others
+
+
+@pytest.mark.parametrize("story", STORIES_TOLD, ids=lambda story: story.name)
+def test_what_node_0_shows(story: Story) -> None:
+    told = render.text(here(diagnose(story.job), story.job.nodes[0], 0.4)) + "\n"
+    path = STORIES / f"{story.name}.txt"
+    if os.environ.get("UPDATE_STORIES"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(told)
+    assert told == path.read_text()
+
+
+def test_every_story_has_its_job() -> None:
+    assert {path.stem for path in STORIES.glob("*.txt")} == {story.name for story in STORIES_TOLD}
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (
+            node_causes.lead_lost("gpu01", looked="refused", address="10.0.0.1", buddy="10.0.0.3"),
+            ("error[lead-lost]: node 0 (gpu01)", "its launcher is gone", "10.0.0.3, another node"),
+        ),
+        (
+            node_causes.lead_lost("gpu01", silent=2.0),
+            ("nothing was heard of its launcher for 2.0 s",),
+        ),
+        (
+            node_causes.node_isolated("gpu02", "gpu01", silent=2.0, tried=("10.0.0.3: no answer",)),
+            ("error[node-isolated]: this node (gpu02)", "- 10.0.0.3: no answer"),
+        ),
+    ],
+)
+def test_a_node_tells_by_itself_that_the_lead_or_the_network_is_gone(
+    report: Report, words: tuple[str, ...]
+) -> None:
+    assert report.exit_status == 75
+    told = " ".join(render.text(report).split())
+    assert [word for word in words if word not in told] == []
+
+
+def test_ranks_share_a_gpu_only_within_a_node() -> None:
+    """Two hosts may have GPUs with one name, and each rank has its own all the same."""
+    meeting = Meeting("env://", "10.0.0.1:29500", 0, 2, "nccl", device="GPU-0")
+    ranks = [rank(i, meeting=msgspec.structs.replace(meeting, rank=i), stack=ALL_REDUCE) for i in (0, 1)]  # fmt: skip
+    apart = job(node(0, ranks[0]), node(1, ranks[1]))
+    assert diagnose(apart)[0].code == "cause-unknown"
+    assert diagnose(job(node(0, *ranks)))[0].code == "device-shared"
+
+
+def test_a_port_is_held_only_by_processes_of_its_own_node() -> None:
+    """A rank of another node may have the pid of the process that holds the port."""
+    error = raised("OSError", "[Errno 98] Address already in use", at=1.0)
+    failed = rank(0, 1, raised=error, at=1.1)
+    there = msgspec.structs.replace(stopped(1), pid=77)
+    holder = "python serve.py (pid 77, user ada) is listening on 0.0.0.0:6006"
+    (report,) = diagnose(job(node(0, failed, holders=(holder,)), node(1, there)))
+    assert (report.code, report.why) == ("port-in-use", holder)
+
+
+def test_the_same_failure_on_another_node_is_the_same() -> None:
+    reports = [
+        diagnose(job(node(0, *ranks[:2]), node(1, *ranks[2:])))[0]
+        for ranks in (
+            [rank(0, 1, raised=VALUE), stopped(1), stopped(2), stopped(3)],
+            [stopped(0), stopped(1), stopped(2), rank(3, 1, raised=VALUE)],
+        )
+    ]
+    assert len({same_again(report) for report in reports}) == 1
+    assert [report.headline for report in reports] == [
+        "rank 0 on gpu01 raised ValueError: bad batch",
+        "rank 3 on gpu02 raised ValueError: bad batch",
+    ]
+
+
+# --- any job, on one node or on several
+
+MAKERS: dict[str, Callable[[int, float], RankEvidence]] = {
+    "raised": lambda i, at: rank(i, 1, raised=msgspec.structs.replace(VALUE, at=at), at=at + 0.01),
+    "key": lambda i, at: rank(i, 1, raised=raised("KeyError", "'a'", at=at), at=at + 0.01),
+    "lost": lambda i, at: lost(i, at=at),
+    "killed": lambda i, at: rank(i, sig=signal.SIGKILL, at=at),
+    "crashed": lambda i, at: rank(i, sig=signal.SIGSEGV, at=at),
+    "exited": lambda i, at: rank(i, 3, at=at),
+    "ended": lambda i, at: rank(i, 0, at=at, phase="done"),
+    "stopped": lambda i, at: stopped(i),
+    "alive": lambda i, at: rank(i, stack=ALL_REDUCE),
+}
+
+
+def apart(
+    ranks: Sequence[RankEvidence], at: Sequence[int], offsets: Sequence[float]
+) -> JobEvidence:
+    """Make the evidence of these ranks, each on a node, by its clock and in its order."""
+    nodes = []
+    for number in sorted(set(at)):
+        own = [one for one, there in zip(ranks, at, strict=True) if there == number]
+        own.sort(key=lambda one: one.ended.at if one.ended is not None else 0.0)
+        shifted = [ended_at(one, -offsets[number], order) for order, one in enumerate(own)]
+        nodes.append(node(number, *shifted, offset=offsets[number], error=0.001, memory=COUNTED))
+    return job(*nodes)
+
+
+def ended_at(one: RankEvidence, by: float, order: int) -> RankEvidence:
+    end, error = one.ended, one.raised
+    return msgspec.structs.replace(
+        one,
+        ended=end and msgspec.structs.replace(end, at=end.at + by, order=order),
+        raised=error and msgspec.structs.replace(error, at=error.at + by),
+    )
+
+
+@settings(max_examples=300)
+@given(
+    some.lists(some.sampled_from([*MAKERS]), min_size=8, max_size=8),
+    some.permutations(range(1, 9)),
+    some.lists(some.integers(0, 3), min_size=8, max_size=8),
+    some.lists(some.floats(-50, 50), min_size=4, max_size=4),
+)
+def test_the_first_cause_does_not_depend_on_which_rank_is_on_which_node(
+    kinds: list[str], turns: list[int], at: list[int], offsets: list[float]
+) -> None:
+    ranks = [MAKERS[kind](i, 100 + turn / 2) for i, (kind, turn) in enumerate(zip(kinds, turns, strict=True))]  # fmt: skip
+    on_one = diagnose(apart(ranks, [0] * 8, [0.0]))
+    on_some = diagnose(apart(ranks, at, offsets))
+    assert [(one.code, one.ranks, one.confidence, one.exit_status) for one in on_some] == [
+        (one.code, one.ranks, one.confidence, one.exit_status) for one in on_one
+    ]
+    assert 0 < len(on_some) <= MOST_REPORTS
+    assert render.text(on_some)
+
+
+@settings(max_examples=100)
+@given(
+    some.lists(some.sampled_from(["lost", "stopped", "alive"]), min_size=1, max_size=7),
+    some.sampled_from(["", "refused", "silent", "dropped", "unreachable"]),
+    some.sampled_from(["connection ended", "lease over"]),
+)
+def test_a_lost_node_beats_every_consequence_of_its_peers(
+    kinds: list[str], looked: Any, how: Any
+) -> None:
+    ranks = [MAKERS[kind](i, 3.0 + i) for i, kind in enumerate(kinds)]
+    nodes = [node(i, one) for i, one in enumerate(ranks)]
+    (report,) = diagnose(job(*nodes, gone=[gone(8, 8, looked=looked, how=how)]))
+    assert (report.code, report.ranks, report.exit_status) == ("node-lost", (8,), 75)
+    assert "not at fault" in report.then or set(kinds) == {"alive"}
