@@ -439,6 +439,14 @@ def test_what_is_under_way_arrives_when_the_latency_ends(proxy: ChaosProxy, dial
     assert read(sock, 5) == b"hello"
 
 
+def test_latency_goes_on_while_new_connections_are_refused(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    proxy.latency(0.05)
+    proxy.refuse()
+    assert say(sock, b"hello") == b"hello"
+
+
 # Silence
 
 
@@ -823,6 +831,19 @@ def test_wrong_use_is_refused_and_begins_nothing(
     with pytest.raises(UsageError, match=wrong):
         begin(proxy)
     assert proxy.faults == ()
+
+
+def test_what_a_client_sends_is_seen_by_who_waits_already(proxy: ChaosProxy) -> None:
+    """The call that waits may be the one that accepts the client."""
+
+    def lost(size: int) -> Callable[[ProxyStatistics], bool]:
+        return lambda seen: seen.to_server.swallowed == size
+
+    with proxy.black_hole():
+        for number in range(1, 200):
+            with connect(proxy) as sock:
+                sock.sendall(b"x")
+                proxy.wait_for(lost(number), 5.0)
 
 
 def test_wait_for_gives_up_passes_errors_on_and_ends_with_the_proxy(proxy: ChaosProxy) -> None:

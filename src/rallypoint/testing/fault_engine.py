@@ -5,19 +5,22 @@ Callers change the state themselves, under the lock; the thread then moves what 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import select
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from rallypoint.clock import Clock
 from rallypoint.errors import InternalError, UsageError
-from rallypoint.testing.faults import BOTH, Fault, Way
+from rallypoint.testing.faults import BOTH, Fault, FaultName, Way
 from rallypoint.testing.proxy_listener import ListenerState, ProxyAddress, ProxyListener, resolve
-from rallypoint.testing.proxy_relay import ByteTrigger, Relay, StreamFaults, StreamTotals
+from rallypoint.testing.proxy_relay import ByteTrigger, Relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,13 @@ class ProxyEngine:
         self.now = Clock().monotonic
         self.target, self.places = resolve(target)
         self.listener = ProxyListener(listen)
-        self.totals: dict[Way, StreamTotals] = {way: StreamTotals() for way in BOTH}
+        self.passed: Counter[Way] = Counter()  # bytes
+        self.swallowed: Counter[Way] = Counter()
         self.relays: dict[Relay, None] = {}  # in the order of accepting
         self.faults: list[Fault] = []  # that are on or may still come, the oldest first
         self.unreached = 0
         self.is_closed = False
         self.changed = threading.Condition(threading.RLock())
-        self._timers: dict[Fault, float] = {}  # when a fault that is repeated happens next
         self._accepted = self._resets = self._rounds = 0
         self._random = random.Random(f"{seed} proxy")
         self._crash: BaseException | None = None
@@ -76,7 +79,8 @@ class ProxyEngine:
     def held(self) -> Iterator[None]:
         """Hold the proxy for a look or a change, after accepting every client that has connected.
 
-        A change is in effect at the end of the block. `UsageError` when it is closed, `InternalError` when its thread has failed.
+        A change is in effect at the end of the block. `UsageError` when it is closed,
+        `InternalError` when its thread has failed.
         """
         if not self.is_closed:  # else this may be a forked child, where nobody releases the lock
             with self.changed:
@@ -85,13 +89,11 @@ class ProxyEngine:
                     yield
                     # A descriptor that was closed is closed once the thread does not wait for it.
                     rounds = self._rounds
-                    if not self.is_over:  # by another thread, during `wait_for`
-                        os.eventfd_write(self._wake, 1)
+                    os.eventfd_write(self._wake, 1)
                     self.changed.wait_for(lambda: self._rounds > rounds or self.is_over)
                     if not self.is_over:
                         return
-        self._raise_crash()
-        raise UsageError("usage", "the chaos proxy is closed")
+        self._refuse()
 
     @property
     def is_over(self) -> bool:
@@ -101,13 +103,13 @@ class ProxyEngine:
     def begin(self, fault: Fault) -> None:
         """Begin or plan a fault."""
         with self.held():
-            if fault.plan.every is None and fault.plan.size is None:
-                self._happen(fault, fault.plan.only)
+            if fault.every is None and fault.size is None:
+                self._happen(fault, fault.only)
                 return
             fault.planned = True
             self.faults.append(fault)
-            if fault.plan.every is not None:
-                self._timers[fault] = self._next_beat(fault, self.now())
+            if fault.every is not None:
+                self._plan(fault, self.now())
             for relay in self.relays:
                 self._arm(fault, relay)
 
@@ -129,9 +131,9 @@ class ProxyEngine:
         """Count what was done until now."""
         to_server, to_client = (
             Traffic(
-                self.totals[way].passed,
+                self.passed[way],
                 sum(relay.streams[way].queued for relay in self.relays),
-                self.totals[way].swallowed,
+                self.swallowed[way],
             )
             for way in BOTH
         )
@@ -151,8 +153,12 @@ class ProxyEngine:
             return self.is_over or condition(seen)
 
         with self.held():
+            pass  # the thread goes round, and so takes care of clients that were accepted here
+        with self.changed:
             if not self.changed.wait_for(is_true, timeout):
                 raise TimeoutError(f"this did not come true within {timeout:g} s: {seen}")
+        if self.is_over:
+            self._refuse()
         return seen
 
     def close(self) -> None:
@@ -177,20 +183,17 @@ class ProxyEngine:
 
     # For connections.
 
-    def faults_of(self, relay: Relay, way: Way) -> StreamFaults:
-        """Return the faults in effect in one direction; of latencies the one begun last."""
-        found = StreamFaults()
-        for fault in self.faults:
-            if way in fault.plan.ways and (None in fault.places or relay in fault.places):
-                found.hole |= fault.plan.name == "black hole"
-                found.frozen |= fault.plan.name == "frozen"
-                if fault.plan.name == "latency":
-                    found.latency = fault.plan
-        return found
+    def faults_of(self, relay: Relay, way: Way) -> dict[FaultName, Fault]:
+        """Return the faults in effect in one direction, by name; of one name that begun last."""
+        return {
+            fault.name: fault
+            for fault in self.faults
+            if way in fault.ways and (None in fault.places or relay in fault.places)
+        }
 
     def fire(self, trigger: ByteTrigger, relay: Relay) -> None:
         """Let a fault happen on a connection on which so many bytes have passed."""
-        for way in trigger.fault.plan.of:
+        for way in trigger.fault.of:
             relay.streams[way].triggers.remove(trigger)
         self._happen(trigger.fault, relay)
 
@@ -220,23 +223,22 @@ class ProxyEngine:
                 self._arm(fault, relay)
 
     def _arm(self, fault: Fault, relay: Relay) -> None:
-        plan = fault.plan
-        if plan.size is not None and fault.planned:
-            trigger = ByteTrigger(fault, plan.size)
-            for way in plan.of:
+        if fault.size is not None and fault.planned:
+            trigger = ByteTrigger(fault, fault.size)
+            for way in fault.of:
                 relay.streams[way].triggers.append(trigger)
 
-    def _next_beat(self, fault: Fault, last: float) -> float:
-        jitter = fault.plan.jitter
-        return last + (fault.plan.every or 0.0) + self._random.uniform(-jitter, jitter)
+    def _plan(self, fault: Fault, last: float) -> None:
+        jitter = self._random.uniform(-fault.jitter, fault.jitter)
+        fault.due = last + (fault.every or 0.0) + jitter
 
     def _happen(self, fault: Fault, only: Relay | None) -> None:
         if only is not None and only.is_closed:
             return
         fault.times += 1
-        if fault.plan.name == "reset":
+        if fault.name == "reset":
             for relay in list(self.relays) if only is None else [only]:
-                self.cut(relay, fault.plan.ways)
+                self.cut(relay, fault.ways)
             return
         fault.places.append(only)
         if fault not in self.faults:
@@ -254,14 +256,13 @@ class ProxyEngine:
     def _tidy(self) -> None:
         """Forget faults that are over, and let the listener be as the others want it."""
         self.faults = [fault for fault in self.faults if fault.active]
-        self._timers = {fault: due for fault, due in self._timers.items() if fault.active}
-        plans = [fault.plan for fault in self.faults if None in fault.places]
+        everywhere = [fault for fault in self.faults if None in fault.places]
         state: ListenerState = "accepting"
-        if any(plan.name == "refusing connections" for plan in plans):
+        if any(fault.name == "refusing connections" for fault in everywhere):
             state = "refusing"
-        elif any(not plan.accept for plan in plans):
+        elif not all(fault.accept for fault in everywhere):
             state = "full"
-        elif any(plan.name == "frozen" and plan.ways == BOTH for plan in plans):
+        elif any(fault.name == "frozen" and fault.ways == BOTH for fault in everywhere):
             state = "silent"
         if state != self.listener.state:
             self.listener.become(state)
@@ -292,9 +293,9 @@ class ProxyEngine:
 
     def _step(self) -> None:
         self._accept_all()
-        for fault, due in list(self._timers.items()):
-            if due <= self.now():
-                self._timers[fault] = self._next_beat(fault, due)
+        for fault in list(self.faults):
+            if fault.due <= self.now():
+                self._plan(fault, fault.due)
                 self._happen(fault, None)
         for relay in list(self.relays):
             relay.step()
@@ -305,12 +306,16 @@ class ProxyEngine:
         poll.register(self._wake, select.POLLIN)
         if self.listener.state == "accepting":
             poll.register(self.listener.fileno(), select.POLLIN)
-        due = list(self._timers.values())
+        due = min((fault.due for fault in self.faults), default=math.inf)
         for relay in self.relays:
             for fd, mask in relay.watched():
                 poll.register(fd, mask)
-            due += [stream.due for stream in relay.streams.values() if stream.due is not None]
-        return poll, max(0.0, (min(due) - self.now()) * 1000) if due else None
+            due = min(due, *(stream.due for stream in relay.streams.values()))
+        return poll, None if due == math.inf else max(0.0, (due - self.now()) * 1000)
+
+    def _refuse(self) -> NoReturn:
+        self._raise_crash()
+        raise UsageError("usage", "the chaos proxy is closed")
 
     def _raise_crash(self) -> None:
         if self._crash is not None:

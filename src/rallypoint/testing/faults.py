@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rallypoint.errors import UsageError
 
@@ -21,13 +22,20 @@ To: TypeAlias = Literal["server", "client", "both"]
 
 BOTH: tuple[Way, ...] = ("server", "client")
 
+FaultName: TypeAlias = Literal["latency", "black hole", "frozen", "refusing connections", "reset"]
 
-@dataclass(frozen=True, slots=True)
-class FaultPlan:
-    """One fault with its arguments. A reset happens once; each other fault lasts until it ends."""
 
-    name: Literal["latency", "black hole", "frozen", "refusing connections", "reset"]
-    ways: tuple[Way, ...] = BOTH
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class Fault:
+    """A fault that was begun or planned. As a context manager it is healed at the end of the block.
+
+    `times`: how often it happened or began so far, counted per connection where it comes after
+    some bytes.
+    """
+
+    engine: ProxyEngine
+    name: FaultName
+    ways: tuple[Way, ...]
     seconds: float = 0.0  # of a latency
     jitter: float = 0.0  # of a latency, or of `every`
     accept: bool = True  # of a black hole
@@ -35,6 +43,10 @@ class FaultPlan:
     size: int | None = None  # bytes after which it begins, on each connection
     of: tuple[Way, ...] = BOTH  # the direction in which they are counted
     only: Relay | None = None
+    planned: bool = False  # may still begin
+    due: float = math.inf  # when it happens next
+    places: list[Relay | None] = field(default_factory=list)  # where it is on; None: everywhere
+    times: int = 0
 
     def __str__(self) -> str:
         jitter = f" ± {self.jitter:g} s" if self.jitter else ""
@@ -50,25 +62,10 @@ class FaultPlan:
             )
         )
 
-
-class Fault:
-    """A fault that was begun or planned. As a context manager it is healed at the end of the block.
-
-    `times`: how often it happened or began so far, counted per connection where it comes after
-    some bytes.
-    """
-
-    def __init__(self, engine: ProxyEngine, plan: FaultPlan) -> None:
-        self._engine = engine
-        self.plan = plan
-        self.planned = False  # may still begin
-        self.places: list[Relay | None] = []  # in effect on these connections; None: everywhere
-        self.times = 0
-
     def __repr__(self) -> str:
         state = "on" if self.places else "planned" if self.planned else "over"
         times = f"{self.times} {'time' if self.times == 1 else 'times'} so far"
-        return f"<Fault {self.plan}: {state}, {times}>"
+        return f"<Fault {self}: {state}, {times}>"
 
     @property
     def active(self) -> bool:
@@ -81,7 +78,7 @@ class Fault:
         It has ended when this returns. May be called twice, and after the proxy was closed.
         A reset that happened stays as it is.
         """
-        self._engine.end(self)
+        self.engine.end(self)
 
     def __enter__(self) -> Fault:
         return self
@@ -108,18 +105,10 @@ class Faults:
     `UsageError`, and nothing begins.
     """
 
-    def __init__(
-        self,
-        engine: ProxyEngine,
-        *,
-        size: int | None = None,
-        of: tuple[Way, ...] = BOTH,
-        only: Relay | None = None,
-    ) -> None:
+    def __init__(self, engine: ProxyEngine, **where: Any) -> None:
+        """`where`: fields of each `Fault`: `size` and `of`, or `only`."""
         self._engine = engine
-        self._size = size
-        self._of = of
-        self._only = only
+        self._where = where
 
     def latency(self, seconds: float, jitter: float = 0.0, *, to: To = "both") -> Fault:
         """Pass on what arrives `seconds` later, give or take up to `jitter` (from the seed).
@@ -164,20 +153,8 @@ class Faults:
         """
         return self._begin("reset", to)
 
-    def _begin(
-        self,
-        name: Literal["latency", "black hole", "frozen", "refusing connections", "reset"],
-        to: To = "both",
-        *,
-        seconds: float = 0.0,
-        jitter: float = 0.0,
-        accept: bool = True,
-        every: float | None = None,
-    ) -> Fault:
-        plan = FaultPlan(
-            name, directions(to), seconds, jitter, accept, every, self._size, self._of, self._only
-        )
-        fault = Fault(self._engine, plan)
+    def _begin(self, name: FaultName, to: To = "both", **more: Any) -> Fault:
+        fault = Fault(engine=self._engine, name=name, ways=directions(to), **self._where, **more)
         self._engine.begin(fault)
         return fault
 

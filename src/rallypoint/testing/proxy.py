@@ -113,7 +113,7 @@ class ChaosProxy(Faults):
         if self._engine.is_closed:
             return f"<ChaosProxy {names}: closed>"
         count = len(self._engine.relays)
-        faults = ", ".join(str(fault.plan) for fault in self.faults) or "no fault"
+        faults = ", ".join(str(fault) for fault in self.faults) or "no fault"
         return f"<ChaosProxy {names}: {count} {'connection' if count == 1 else 'connections'}, {faults}>"
 
     def __enter__(self) -> ChaosProxy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import errno
+import math
 import os
 import random
 import select
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rallypoint.testing.faults import BOTH, Fault, FaultPlan, Way
+from rallypoint.testing.faults import BOTH, Fault, FaultName, Way
 from rallypoint.testing.proxy_listener import no_delay
 
 if TYPE_CHECKING:
@@ -34,14 +35,6 @@ RST = struct.pack("ii", 1, 0)  # struct linger: on, no time to linger; close() t
 DESCRIPTORS = 253  # SCM_MAX_FD, the most that one message may carry
 
 
-@dataclass(slots=True)
-class StreamTotals:
-    """Counts of one direction over all connections."""
-
-    passed: int = 0
-    swallowed: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class ByteTrigger:
     """A fault that begins on one connection when `left` more bytes have passed.
@@ -51,15 +44,6 @@ class ByteTrigger:
 
     fault: Fault
     left: int
-
-
-@dataclass(slots=True)
-class StreamFaults:
-    """The faults in effect on one stream."""
-
-    hole: bool = False
-    frozen: bool = False
-    latency: FaultPlan | None = None
 
 
 @dataclass(slots=True)
@@ -105,11 +89,10 @@ class RelayStream:
         self._way: Way = way
         self._relay = relay
         self._owner = relay.owner
-        self._totals = relay.owner.totals[way]
         self._random = random.Random(f"{relay.owner.seed} {relay.number} {way} jitter")
 
     @property
-    def faults(self) -> StreamFaults:
+    def faults(self) -> dict[FaultName, Fault]:
         """The faults that are in effect now."""
         return self._owner.faults_of(self._relay, self._way)
 
@@ -118,17 +101,17 @@ class RelayStream:
         if self.exhausted or not self.source.ready:
             return False
         faults = self.faults
-        if faults.hole or self.ended:
+        if "black hole" in faults or self.ended:
             return True
-        most = IN_FLIGHT if faults.latency else 1
-        return self.sink.ready and not faults.frozen and self.queued < most
+        most = IN_FLIGHT if "latency" in faults else 1
+        return self.sink.ready and "frozen" not in faults and self.queued < most
 
     @property
-    def due(self) -> float | None:
+    def due(self) -> float:
         """Time at which the next chunk may pass, if only a latency holds it back."""
         faults = self.faults
-        held = self.queue and faults.latency and not faults.frozen and not self.blocked
-        return self.queue[0].due if held and self.sink.ready else None
+        held = "latency" in faults and "frozen" not in faults and self.sink.ready
+        return self.queue[0].due if self.queue and held and not self.blocked else math.inf
 
     def read(self) -> None:
         """Take what the source has: bytes, its end, or nothing after all."""
@@ -142,7 +125,7 @@ class RelayStream:
         self.exhausted = not data
         self.queued += len(data)
         due = 0.0
-        if latency := self.faults.latency:
+        if latency := self.faults.get("latency"):
             delay = latency.seconds + self._random.uniform(-latency.jitter, latency.jitter)
             due = self._last_due = max(self._last_due, self._owner.now() + delay)
         self.queue.append(StreamChunk(memoryview(data), due, descriptors))
@@ -152,16 +135,16 @@ class RelayStream:
         self.blocked = False
         while self.queue and not self._relay.is_closed:
             faults, chunk = self.faults, self.queue[0]
-            if self.ended or faults.hole:
-                self._totals.swallowed += self.queued
+            if self.ended or "black hole" in faults:
+                self._owner.swallowed[self._way] += self.queued
                 # After a proper end nothing is missing: only a black hole leaves a hole.
                 self.lost = self.lost or not self.ended
                 self.drop()
             elif (
-                faults.frozen
+                "frozen" in faults
                 or not self.sink.ready
                 or self.blocked
-                or (faults.latency and chunk.due > self._owner.now())
+                or ("latency" in faults and chunk.due > self._owner.now())
             ):
                 return
             elif not chunk.data:
@@ -198,7 +181,7 @@ class RelayStream:
             self.queue.popleft()
         self.queued -= sent
         self.passed += sent
-        self._totals.passed += sent
+        self._owner.passed[self._way] += sent
         for trigger in list(self.triggers):
             trigger.left -= sent
             if not trigger.left:
@@ -233,7 +216,7 @@ class Relay:
             if stream.wants():
                 stream.read()
             stream.pump()
-        if any(stream.lost and not stream.faults.hole for stream in streams):
+        if any(stream.lost and "black hole" not in stream.faults for stream in streams):
             self.owner.cut(self, BOTH)
         elif all(stream.exhausted and stream.ended for stream in streams):
             self.close()
@@ -305,7 +288,7 @@ class Relay:
                 end.broken = error != 0
                 end.ready = end.broken or _is_connected(end.socket)
                 return
-        elif self.streams["server"].faults.hole:
+        elif "black hole" in self.streams["server"].faults:
             return
         while self._places:
             self._close_end(end)
