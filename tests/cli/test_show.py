@@ -519,3 +519,98 @@ def test_nothing_heavy_is_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stderr.strip() == "[]"
+
+
+def keep_node(job: str, node: int, offset: float, *events: Event, size: int = 4) -> Path:
+    """Keep the run of one of two nodes with two ranks each."""
+    start = {"program": "train.py", "world_size": size, "host": f"gpu0{node + 1}"}
+    first = Event(0.01, "job-started", details={**start, "first": 2 * node, "offset": offset})
+    root = os.path.join(default_root(os.environ), job, f"node{node}")
+    folder = open_run_folder(root, job, pytest.fail, asked_for=False)
+    folder.write_plan({"job": job, **PLAN})
+    log = EventLog(folder)
+    for event in (first, *events):
+        log.write(event)
+    log.close()
+    folder.write_report((msgspec.structs.replace(REPORT, headline="rank 3 on gpu02 raised", ranks=(3,)),))  # fmt: skip
+    for rank in (2 * node, 2 * node + 1):
+        Path(folder.file(f"rank{rank}.log")).write_text(f"epoch {rank}\n")
+    folder.close()
+    return Path(folder.path)
+
+
+def keep_nodes(job: str) -> list[Path]:
+    """Keep a job on two nodes: the second one's agent started 3 s after that of node 0."""
+    return [
+        keep_node(
+            job,
+            0,
+            0.0,
+            *(Event(5.0, "worker-started", rank=rank) for rank in (0, 1)),
+            *(Event(5.1, "phase", rank=rank, details={"phase": "joining"}) for rank in (0, 1)),
+            *(Event(6.2, "stop-sent", rank=rank, because="rank 3 raised ValueError") for rank in (0, 1)),
+            Event(6.4, "job-ended", details={"status": 1}),
+        ),
+        keep_node(
+            job,
+            1,
+            3.0,
+            *(Event(2.0, "worker-started", rank=rank) for rank in (2, 3)),
+            *(Event(2.1, "phase", rank=rank, details={"phase": "joining"}) for rank in (2, 3)),
+            Event(3.0, "raised", rank=3, details={"type": "ValueError", "message": "NaN"}),
+            Event(3.5, "job-ended", details={"status": 75}),
+        ),
+    ]  # fmt: skip
+
+
+NODES = """\
+  +0.010s  launcher on gpu01  started train.py
+  +3.010s  launcher on gpu02  started train.py
+  +5.000s  launcher on gpu01  started ranks 0-1
+  +5.000s  launcher on gpu02  started ranks 2-3
+  +5.100s  ranks 0-3          joining
+  +6.000s  rank 3             raised ValueError: NaN
+  +6.200s  launcher on gpu01  sent a signal to ranks 0-1: rank 3 raised ValueError
+  +6.400s  launcher on gpu01  ended with 1
+  +6.500s  launcher on gpu02  ended with 75
+"""
+
+
+@pytest.mark.parametrize("word", ["", "latest", "20260102-030405-ab12", "folder"])
+def test_a_job_on_several_nodes_is_shown_as_one(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Times are node 0's, and what the launcher of each node did is told apart."""
+    path = keep_nodes("20260102-030405-ab12")[0].parent
+    words = [str(path)] if word == "folder" else [word] if word else []
+    told = shown(capsys, *words)
+    assert NODES in told
+    head = told.partition("\n\n")[0].splitlines()
+    assert head[2:5] == [
+        "  ranks    4, torch 2.13.0",
+        "  node0    gpu01: ranks 0-1",
+        "  node1    gpu02: ranks 2-3",
+    ]
+    assert head[-1] == ("  ended    after 6.5 s with exit status 1: rank 3 on gpu02 raised")
+    assert "logs     node0/rank0.log  8 bytes\n" in told
+    assert "node1/rank3.log  8 bytes\n" in told
+    assert "there is no log" not in told
+
+
+def test_one_node_of_several_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    path = keep_nodes("20260102-030405-ab12")[1]
+    for word in ("20260102-030405-ab12/node1", str(path)):
+        told = shown(capsys, word)
+        assert "launcher on" not in told
+        assert "+0.010s  launcher   started train.py" in told
+        assert "there is no log" not in told
+
+
+def test_nodes_that_wrote_to_another_disk_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job whose nodes have homes of their own: this disk has one of them."""
+    for path in keep_nodes("20260102-030405-ab12")[:1]:
+        shutil.rmtree(path)
+    document = json.loads(shown(capsys, "20260102-030405-ab12", "--error-format", "json"))
+    assert document["ranks"] == 4
+    assert document["exit_status"] == 75
+    assert [Path(log["path"]).name for log in document["logs"]] == ["rank2.log", "rank3.log"]

@@ -21,10 +21,11 @@ from rallypoint.cli.output import beside, columns, rendered, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
-from rallypoint.record import past_run, timeline
+from rallypoint.record import job_of_nodes, past_run, timeline
 from rallypoint.record.past_run import KeptRun
 from rallypoint.record.run_folder import default_root, past_runs
 from rallypoint.record.timeline import Row
+from rallypoint.world import ranks_phrase
 
 MOST_ROWS = 60
 """Lines of a timeline: two screens. A run with many restarts has its beginning and its end, and the
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
         if len(words) > 1:
             help = (("see what is kept", "rallypoint show --list"),)
             raise UsageError("usage", f"show takes one run, and got {len(words)}", help=help)
-        run = past_run.read(past_run.find(root, *words))
+        run = job_of_nodes.read(job_of_nodes.find(root, *words))
         write_out(_json(document(run, now)) if as_json else text(run, now))
         return 0
 
@@ -116,9 +117,17 @@ def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[s
         ("run", run.name),
         ("command", command or "not known: plan.json does not tell"),
         *((*folder, *ranks) if command else ()),
+        *_nodes(run),
         ("began", _date(run.began)),
         ("ended", how(run, reports, now)),
     ]
+
+
+def _nodes(run: KeptRun) -> Iterator[tuple[str, str]]:
+    """Yield the nodes of a job that are on this disk, and which ranks each had."""
+    for node in run.nodes:
+        ranks = ranks_phrase(range(node.first, node.first + node.plan.slots))
+        yield node.name, f"{render.plain(node.host)}: {ranks}"
 
 
 def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
@@ -176,7 +185,7 @@ def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
         key=lambda log: (log.rank not in at_fault, not log.cut, -log.size, log.rank),
     )
     lines = [
-        f"{os.path.basename(log.path)}  {_size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}"
+        f"{os.path.relpath(log.path, run.path)}  {_size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}"
         for log in sorted(full[:LOGS_LISTED])
     ]
     more, empty = len(full) - LOGS_LISTED, len(run.logs) - len(full)

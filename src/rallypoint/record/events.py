@@ -14,7 +14,7 @@ from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.run_folder import KeptFile, RunFolder, as_json
 
 What = Literal[
-    "job-started",  # program, world_size, job
+    "job-started",  # program, world_size, job; of several nodes also host, first (rank), offset
     "template-started",  # pid
     "template-ready",  # seconds
     "template-unclean",  # because: which module did what; fresh interpreters are used

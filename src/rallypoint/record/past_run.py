@@ -13,7 +13,7 @@ import re
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -102,6 +102,29 @@ class KeptRun(msgspec.Struct, frozen=True):
     logs: tuple[Log, ...] = ()
     damage: tuple[str, ...] = ()
     events_cut: bool = False  # the last of them could not be written
+    nodes: tuple[KeptRun, ...] = ()  # of a job on several nodes: those that this is made of
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What is known of the job's start: of one of several nodes `host`, `first` and `offset`."""
+        return next((event.details for event in self.events if event.what == "job-started"), {})
+
+    @property
+    def host(self) -> str:
+        """Host of a node, or the name of its folder."""
+        return str(self.started.get("host", self.name))
+
+    @property
+    def first(self) -> int:
+        """The first rank of this node."""
+        first = self.started.get("first", 0)
+        return first if isinstance(first, int) else 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the job."""
+        size = self.started.get("world_size")
+        return size if isinstance(size, int) else self.plan.slots
 
     @property
     def name(self) -> str:
@@ -110,6 +133,8 @@ class KeptRun(msgspec.Struct, frozen=True):
     @property
     def status(self) -> int | None:
         """Return the exit status that the launcher left with."""
+        if self.nodes:
+            return next((one.status for one in self.nodes if one.status is not None), None)
         ends = [event.details.get("status") for event in self.events if event.what == "job-ended"]
         return ends[-1] if ends and isinstance(ends[-1], int) else None
 
@@ -214,7 +239,7 @@ def _missing(run: KeptRun) -> Iterator[str]:
     reported = os.path.exists(os.path.join(run.path, "report.json"))
     if not reported and (run.status or run.reported):
         yield "there is no report.json: it could not be written (a full disk?), or was removed; it was shown when the job ended"
-    missing = set(range(run.plan.slots)) - {log.rank for log in run.logs}
+    missing = set(range(run.first, run.first + run.plan.slots)) - {log.rank for log in run.logs}
     if run.logs and missing:
         yield f"there is no log of {ranks_phrase(sorted(missing))}: it could not be written (a full disk?), or was removed"
 

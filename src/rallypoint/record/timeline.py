@@ -40,12 +40,13 @@ def whole(events: Iterable[Event]) -> list[Row]:
     what came before it and what came after must be told apart.
     """
     rows: list[_Stage] = []
-    open_: dict[tuple[What, str], _Stage] = {}
+    open_: dict[tuple[What, str, str], _Stage] = {}
     for event in ordered(events):
         if event.what in _LEFT_OUT:
             continue
         text = sentence(event)
-        stage = open_.get((event.what, text))
+        host = str(event.details.get("launcher_host", "")) if is_launchers(event) else ""
+        stage = open_.get((event.what, text, host))
         if event.what in _CLOSES and stage is None:
             open_.clear()
         if event.rank is not None and stage is not None:
@@ -53,10 +54,17 @@ def whole(events: Iterable[Event]) -> list[Row]:
             stage.last = event.at
             continue
         rows.append(
-            _Stage(event.what, text, event.at, event.at, [] if event.rank is None else [event.rank])
+            _Stage(
+                event.what,
+                text,
+                event.at,
+                event.at,
+                [] if event.rank is None else [event.rank],
+                host,
+            )
         )
         if event.rank is not None:
-            open_[event.what, text] = rows[-1]
+            open_[event.what, text, host] = rows[-1]
     return [stage.row() for stage in rows]
 
 
@@ -67,9 +75,12 @@ def sentence(event: Event) -> str:
 
 def who(event: Event) -> str:
     """`rank 2`, or `launcher` for what it did itself: it is the launcher that stops and kills."""
-    return (
-        "launcher" if event.rank is None or event.what in _DONE_TO_RANKS else f"rank {event.rank}"
-    )
+    return "launcher" if is_launchers(event) else f"rank {event.rank}"
+
+
+def is_launchers(event: Event) -> bool:
+    """Tell whether it is a launcher that did it."""
+    return event.rank is None or event.what in _DONE_TO_RANKS
 
 
 _LEFT_OUT: tuple[What, ...] = ("reaped",)  # said of every rank that ended, and tells no more
@@ -81,11 +92,14 @@ _APART = 0.1
 class _Stage:
     """A line that is still being made: more ranks may do the same."""
 
-    def __init__(self, what: What, text: str, first: float, last: float, ranks: list[int]) -> None:
+    def __init__(
+        self, what: What, text: str, first: float, last: float, ranks: list[int], host: str
+    ) -> None:
         self.what, self.text, self.first, self.last, self.ranks = what, text, first, last, ranks
+        self.host = host
 
     def row(self) -> Row:
-        row = _row(self.what, self.first, self.text, self.ranks)
+        row = _row(self.what, self.first, self.text, self.ranks, self.host)
         return (
             row
             if self.last - self.first < _APART
@@ -102,11 +116,12 @@ _DONE_TO_RANKS: tuple[What, ...] = (
 )
 
 
-def _row(what: What, at: float, text: str, ranks: list[int]) -> Row:
+def _row(what: What, at: float, text: str, ranks: list[int], host: str) -> Row:
+    launcher = f"launcher on {host}" if host else "launcher"
     if not ranks:
-        return Row(at, "launcher", text)
+        return Row(at, launcher, text)
     if what in _DONE_TO_RANKS:
-        return Row(at, "launcher", text.replace("{ranks}", ranks_phrase(ranks)))
+        return Row(at, launcher, text.replace("{ranks}", ranks_phrase(ranks)))
     return Row(at, ranks_phrase(ranks), text)
 
 

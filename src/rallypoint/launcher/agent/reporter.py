@@ -66,9 +66,11 @@ class Reporter:
     """
 
     def __init__(
-        self, plan: Plan, seat: Seat, clock: Clock, folder: RunFolder, writer: DiskWriter, console: Console
+        self, plan: Plan, seat: Seat, clock: Clock, folder: RunFolder, writer: DiskWriter, console: Console, *, offset: float = 0.0
     ) -> None:  # fmt: skip
-        """`writer`: writes to the folder, whose disk may be a network's."""
+        """`writer`: writes to the folder, whose disk may be a network's. `offset`: seconds to add
+        to a time of this node's for that of node 0.
+        """
         self._plan = plan
         self._clock = clock
         self._folder = folder
@@ -81,11 +83,17 @@ class Reporter:
         self.told: set[int] = set()  # ranks of this attempt that have failed, as gathered so far
         self._diagnosis = Diagnosis()
         folder.write_plan(plan)
+        of_several: dict[str, Any] = {
+            "host": os.uname().nodename,
+            "first": seat.ranks.start,
+            "offset": offset,
+        }
         self.event(
             "job-started",
             job=plan.job,
             program=exception_capture.sayable(plan.program.target),
             world_size=seat.world.size,
+            **(of_several if seat.world.nodes > 1 else {}),
         )
 
     @property

@@ -1,0 +1,76 @@
+"""A run on several nodes, read back as one: from the run folders of the nodes that are on this
+disk.
+"""
+
+from __future__ import annotations
+
+import os
+
+from msgspec.structs import replace
+
+from rallypoint.record import past_run
+from rallypoint.record.events import Event
+from rallypoint.record.past_run import KeptRun
+from rallypoint.record.run_folder import NODE
+from rallypoint.record.timeline import is_launchers
+
+
+def find(root: str, word: str = "") -> str:
+    """Return the folder of the run that `word` names, as `past_run.find`; of a job on several nodes
+    the folder that has theirs, unless one of them is named.
+    """
+    inside = os.path.join(root, word)
+    if word not in ("", ".", "..", "latest") and _nodes_in(inside):
+        return inside
+    path = past_run.find(root, word)
+    newest = word in ("", "latest") and NODE.fullmatch(os.path.basename(path))
+    return os.path.dirname(path) if newest else path
+
+
+def read(path: str) -> KeptRun:
+    """Return all that is kept of a run, or of the nodes of one. Raises as `past_run.read`."""
+    nodes = [past_run.read(os.path.join(path, name)) for name in _nodes_in(path)]
+    if not nodes or os.path.exists(os.path.join(path, "plan.json")):
+        return past_run.read(path)
+    first = nodes[0]
+    events = sorted((e for node in nodes for e in _by_the_leads_clock(node)), key=lambda e: e.at)
+    return KeptRun(
+        path=path,
+        plan=replace(first.plan, slots=max(node.ranks for node in nodes)),
+        began=min(node.began for node in nodes),
+        running=any(node.running for node in nodes),
+        events=tuple(events),
+        report=next((node.report for node in nodes if node.report), b""),
+        logs=tuple(sorted(log for node in nodes for log in node.logs)),
+        damage=tuple(f"{node.name}: {line}" for node in nodes for line in node.damage),
+        events_cut=any(node.events_cut for node in nodes),
+        nodes=tuple(nodes),
+    )
+
+
+def _nodes_in(path: str) -> list[str]:
+    """Return the names of the nodes' run folders in a job's folder, in order."""
+    try:
+        names = [name for name in os.listdir(path) if NODE.fullmatch(name)]
+    except OSError:
+        return []
+    kept = (name for name in names if os.path.exists(os.path.join(path, name, "plan.json")))
+    return sorted(kept, key=lambda name: int(name.removeprefix("node")))
+
+
+def _by_the_leads_clock(node: KeptRun) -> list[Event]:
+    """Return the node's events at their times by the lead's clock, with the host beside what the
+    launcher there did.
+    """
+    offset = node.started.get("offset", 0.0)
+    late = offset if isinstance(offset, float) else 0.0
+    return [
+        replace(
+            event,
+            at=event.at + late,
+            details={**event.details, "launcher_host": node.host}
+            if is_launchers(event)
+            else event.details,
+        )
+        for event in node.events
+    ]
