@@ -14,13 +14,14 @@ import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import render
-from rallypoint.diagnosis.evidence import Ended, Raised
+from rallypoint.diagnosis.evidence import Ended, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.agent import console, evidence_gatherer
 from rallypoint.launcher.agent.console import Console
 from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.reporter import Reporter
+from rallypoint.launcher.job_diagnosis import Diagnosis, job_evidence
 from rallypoint.launcher.plan import alone
 from rallypoint.launcher.protocol import ImportFailed
 from rallypoint.record.disk_writer import DiskWriter
@@ -204,3 +205,30 @@ def test_nodes_on_one_screen_print_one_report() -> None:
         "node 0 (gpu01): ranks 0-3, stopped 0.4 s after it",
         "node 1 (gpu02): ranks 4-7; it began here, in rank 5",
     ]
+
+
+def test_the_end_of_an_attempt_is_that_of_its_own_cause() -> None:
+    """The lead judges one attempt after the other: the second one ended with the first one's exit
+    status.
+    """
+    diagnosis = Diagnosis()
+    killed = RankEvidence(0, 0, 1, "running", ended=Ended(signal=9, at=1.0))
+    ended = (RankEvidence(1, 1, 2, "running", ended=Ended(3, at=1.0)), killed)
+    judged = [
+        diagnosis.judge(
+            job_evidence(plan(nproc=2), (NodeEvidence(ranks),), world_size=2, attempt=attempt),
+            all_again=again,
+        )
+        for attempt, again, ranks in (
+            (0, False, ended[:1]),
+            (0, False, ended),
+            (1, False, ended[1:]),
+        )
+    ]
+    assert [[one.code for one in found.reports] for found in judged] == [
+        ["rank-exited"],
+        ["rank-killed"],
+        ["rank-killed"],
+    ]
+    assert [found.status for found in judged] == [3, 3, 137]
+    assert judged[0].at == 1.0

@@ -74,12 +74,9 @@ class Diagnosis:
     """Rules of diagnosis beside what they have told so far of the present attempt."""
 
     def __init__(self) -> None:
+        self._attempt = 0
         self._told: set[int] = set()  # ranks with a failure that stands in a report
         self._reports: tuple[Report, ...] = ()
-
-    def begin_attempt(self) -> None:
-        """Forget what an earlier attempt has shown."""
-        self._told, self._reports = set(), ()
 
     def judge(
         self, job: JobEvidence, misfit: Misfit | None = None, *, all_again: bool = True
@@ -87,6 +84,8 @@ class Diagnosis:
         """Return what comes of the evidence. `misfit`: why the ranks could not meet; their errors
         came after it. Unless `all_again`, only what is new in this attempt.
         """
+        if job.attempt != self._attempt:
+            self._attempt, self._told, self._reports = job.attempt, set(), ()
         before = tuple(self._told)
         self._told |= {rank.rank for rank in job.ranks if root_cause.has_failed(rank)}
         followed: tuple[str, ...] = ()

@@ -123,7 +123,6 @@ class Reporter:
         self.event("attempt-started", because=because, attempt=number)
         self._earlier, self._reports = self.reports, ()
         self._error_files, self.told = {}, set()
-        self._diagnosis.begin_attempt()
 
     # --- notices, which end nothing
 
