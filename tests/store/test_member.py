@@ -161,6 +161,15 @@ def test_a_server_that_stands_still_is_not_taken_for_dead() -> None:
         assert member["node/1"] == b"here"
 
 
+def test_a_call_that_waits_gives_the_signs_of_life(server: Server) -> None:
+    """The thread gives none beside it: a lead of 500 nodes would have twice the work."""
+    with joined(server.address, ttl=2.0) as member:
+        with pytest.raises(rallypoint.StoreTimeout):
+            member.wait("none", 1.8)
+        assert member.left > 1.0
+        assert member.statistics()["operations"].get("Ping", 0) <= 2
+
+
 # --- the place ---
 
 

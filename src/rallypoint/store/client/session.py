@@ -799,6 +799,11 @@ class Session:
         return next((slot.connection for slot in list(self._slots) if slot.connection), None)
 
     @property
+    def has_calls(self) -> bool:
+        """True while a call is under way, or was given up."""
+        return len(self._idle) + len(self._unconnected) < len(self._slots)
+
+    @property
     def left(self) -> float:
         """Seconds after which the server may have ended it: see `member.py`."""
         until = min(self.confirmed + self.ttl * SURE, self._alone + self.orphan)
