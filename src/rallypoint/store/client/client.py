@@ -276,9 +276,7 @@ class Client:
         session = self._session
         if session.end is not None:
             session = self._next_session()
-        if len(fields) > 1 and type(fields[1]) is values.Parts:
-            return session.request(kind, (fields[0], b"", *fields[2:]), wait, fields[1], into)
-        return session.request(kind, fields, wait, None, into)
+        return session.request(kind, fields, wait, into)
 
     def ask_many(
         self, requests: list[tuple[type[Request], tuple[Any, ...]]]

@@ -26,7 +26,7 @@ from rallypoint.host import memory
 from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED
 from rallypoint.store.client.connect import Opened
 from rallypoint.store.client.failures import of_a_handler
-from rallypoint.wire.frames import HEADER_BYTES, HEADS, FrameError, header
+from rallypoint.wire.frames import FrameError, framed, header, single
 from rallypoint.wire.messages import (
     MESSAGE_BYTES,
     UNDECODABLE,
@@ -37,7 +37,6 @@ from rallypoint.wire.messages import (
     Freed,
     Ping,
     Release,
-    Request,
     Value,
     decode_reply,
     decode_request,
@@ -82,13 +81,7 @@ DESCRIPTORS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 
 
-def framed(message: Request) -> bytes:
-    """Return a small message as it is sent."""
-    data = encode(message)
-    return header(len(data)) + data
-
-
-_PING = framed(Ping(0, 0))
+_PING = framed(encode(Ping(0, 0)))
 
 
 class ConnectionBroken(Exception):
@@ -240,7 +233,7 @@ class Connection:
                     self._lent[number] = segment
                 fds = array.array("i", [segment.fileno()])
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
-                self._send_all(deque([memoryview(framed(request))]), deadline, 0.0, rights)
+                self._send_all(deque([memoryview(framed(encode(request)))]), deadline, 0.0, rights)
                 return max(deadline, self._now() + patience)
         front = memoryview(before + header(len(message), value.size) + message)
         pieces = deque([front, *(memoryview(buffer) for buffer in value.buffers)])
@@ -355,8 +348,10 @@ class Connection:
                 now = self._sign_of_life(deadline, silence)
                 continue
             data = self._read(size, lends=lends)
-            if len(data) < size and self._is_whole(data):
-                reply = _decoded(data[HEADER_BYTES:])
+            # Nearly always `data` is one small reply, and nothing else is there.
+            message = single(data) if self._cutter.empty else None
+            if message is not None:
+                reply = _decoded(message)
                 if reply.seq == seq and not (type(reply) is Value and reply.shared):
                     return reply, None
             self._cutter.feed(data)
@@ -410,15 +405,6 @@ class Connection:
         self._traffic[1] += len(data)
         return data
 
-    def _is_whole(self, data: bytes) -> bool:
-        """Tell whether this is one small frame and nothing else, as it is nearly always: the cutter
-        needs four times as long to say so."""
-        return (
-            len(data) - HEADER_BYTES < len(HEADS)
-            and self._cutter.empty
-            and data.startswith(HEADS[len(data) - HEADER_BYTES])
-        )
-
     def _cut(self, deadline: float, patience: float, silence: float) -> None:
         """Take apart what has arrived; the rest of a large value is read here."""
         try:
@@ -434,7 +420,8 @@ class Connection:
                 elif type(reply) is Value and reply.shared:
                     body = self._read_shared(reply.shared)
                     self.send(
-                        framed(Release(0, 0, (reply.seq,))), max(deadline, self._now() + patience)
+                        framed(encode(Release(0, 0, (reply.seq,)))),
+                        max(deadline, self._now() + patience),
                     )
                 self._ready.append((reply, body))
         except FrameError as error:

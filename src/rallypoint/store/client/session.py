@@ -41,13 +41,12 @@ from rallypoint.store.client.connection import (
     ConnectionBroken,
     ServerCloses,
     TooLate,
-    framed,
 )
 from rallypoint.store.client.failures import Help, SessionEnd, lost_session, refused
 from rallypoint.store.client.keepalive import KeepAlive
 from rallypoint.store.client.lease import SURE, Leases
 from rallypoint.store.client.reconnect import Reach
-from rallypoint.wire.frames import HEADS, header
+from rallypoint.wire.frames import framed
 from rallypoint.wire.handshake import NONCE_BYTES, SESSION_BYTES, Joining
 from rallypoint.wire.messages import (
     LENDS,
@@ -171,15 +170,17 @@ class Slot:
         began: float,
         deadline: float,
         patience: float = 0.0,
-        value: Parts | None = None,
     ) -> Call:
-        """Make the slot's next request."""
+        """Make the slot's next request. A large value among its fields goes beside the message."""
         tag = TAGS[kind]
         seq = self.seq + 1
+        value: Parts | None = None
+        if len(fields) > 1 and type(fields[1]) is Parts:
+            value = fields[1]
+            fields = (fields[0], b"", *fields[2:])
         message = encode((tag, seq, self.settled, *fields))
         if value is None:
-            size = len(message)
-            message = (HEADS[size] if size < len(HEADS) else header(size)) + message
+            message = framed(message)
         self.counts[tag] += 1
         self.seq = seq
         return Call(kind, fields, seq, message, began, deadline, patience, value)
@@ -189,10 +190,6 @@ class Slot:
         """True if no call has the slot, and it is not idle."""
         return self.given_up or self._ticket is None or self._ticket() is None
 
-    def settle(self) -> None:
-        """Note that all requests are answered, or need no cancelling."""
-        self.settled, self.into = self.seq, None
-
     def cancel(self) -> None:
         """Let the next request tell the server that nobody waits for those before it."""
         self.disconnect()
@@ -200,7 +197,7 @@ class Slot:
             self.settled = self.seq  # its caller has it
         self.into = None
         self.owed = b"".join(
-            [framed(Cancel(0, 0, seq)) for seq in range(self.settled + 1, self.seq + 1)]
+            [framed(encode(Cancel(0, 0, seq))) for seq in range(self.settled + 1, self.seq + 1)]
         )
 
     def disconnect(self) -> None:
@@ -282,13 +279,11 @@ class Session:
         kind: type[Request],
         fields: tuple[Any, ...],
         wait: float | None = None,
-        value: Parts | None = None,
         into: ReplyKeeper | None = None,
     ) -> Answer:
         """Send a request and return its reply, with the bytes of a large value beside it.
 
-        `fields` are those after `seq` and `acked`. `value`: a large value; at its place among the
-        fields stands b"". `wait`: the seconds that the server may let it wait, as in its `timeout`
+        `fields` are those after `seq` and `acked`. `wait`: the seconds that the server may let it wait, as in its `timeout`
         field (math.inf: for ever); None or 0: it is answered at once. `into`: gets the reply as
         well, before anything else happens: after an exception it is there, or else the server takes
         back what it gave. Raises StoreTimeout, SessionLost, StoreClosed, StoreUnreachable, and what
@@ -299,7 +294,7 @@ class Session:
         ticket = self._take()
         slot = ticket.slot
         slot.into = into
-        call = slot.begin(kind, fields, began, deadline, 0.0 if wait else self.timeout, value)
+        call = slot.begin(kind, fields, began, deadline, 0.0 if wait else self.timeout)
         (answer,) = self._carry_out(ticket, [call])
         if self.news.lines:
             self.news.tell()
@@ -329,16 +324,12 @@ class Session:
         calls: list[Call] = []
         size = 0
         for kind, fields in requests[:PIPELINE]:
-            value = None
-            if len(fields) > 1 and type(fields[1]) is Parts:
-                if calls:
-                    break
-                value = fields[1]
-                fields = (fields[0], b"", *fields[2:])
-            call = slot.begin(kind, fields, began, began + self.timeout, self.timeout, value)
+            if calls and any(type(field) is Parts for field in fields):
+                break
+            call = slot.begin(kind, fields, began, began + self.timeout, self.timeout)
             calls.append(call)
             size += len(call.message)
-            if value is not None or size > PIPELINE_BYTES:
+            if call.value is not None or size > PIPELINE_BYTES:
                 break
         return calls
 
@@ -429,7 +420,7 @@ class Session:
 
     def _put_back(self, ticket: Ticket, *, cold: bool = False) -> None:
         slot = ticket.slot
-        slot.settle()
+        slot.settled, slot.into = slot.seq, None  # all is answered, or needs no cancelling
         if slot.connection is None:
             self._unconnected.append(ticket)
         elif cold:
