@@ -50,7 +50,7 @@ class RankStarter:
         self._ignored = ignored
         self._held = held
         self._place = place
-        self._seat: Seat | None = None  # for the next attempt, when others give it
+        self._seat: Seat | None = job.seat  # for the next attempt; None: the same again
         self.noticed = False  # a notice came (`--notice-signal`)
         self.ahead = 0  # orders that the template has not answered
         self._orders: Iterator[Order] = iter(())
