@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.host import visible_devices
+from rallypoint.host.kernel_files import text_of
 from rallypoint.host.visible_devices import Visible
 
 DEADLINE = 5.0
@@ -211,7 +212,7 @@ def look(root: str = "/") -> Look:
     told: dict[int, tuple[int, Device]] = {}  # by minor number: place on the bus, and the device
     # The folders are named by PCI address, so they are in the bus's order.
     for place, folder in enumerate(_names(os.path.join(driver_folder, "gpus"))):
-        text = _text(os.path.join(driver_folder, "gpus", folder, "information"))
+        text = text_of(driver_folder, "gpus", folder, "information")
         fields = {key.strip(): value.strip() for key, value in re.findall("(.*?):(.*)", text)}
         if fields.get("Device Minor", "").isdigit():
             uuid = fields.get("GPU UUID", "")
@@ -222,7 +223,7 @@ def look(root: str = "/") -> Look:
         parts = _instances(os.path.join(driver_folder, "capabilities", f"gpu{minor}", "mig"))
         _, device = told.get(minor, (0, Device()))
         devices.append(msgspec.structs.replace(device, instances=("",) * parts))
-    version = _text(os.path.join(driver_folder, "version"))
+    version = text_of(driver_folder, "version")
     numbered = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", version)
     driver = numbered[1] if numbered else ""
     hidden = not devices and "dxg" in _names(dev)
@@ -253,14 +254,6 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(1 << 16)
-    except OSError:
-        return ""
-
-
 def torch_build(folders: Sequence[str] | None = None) -> Build | None:
     """Return the torch that `import torch` would find, by reading its version.py: torch itself is
     not imported. None: there is none.
@@ -279,7 +272,7 @@ def torch_build(folders: Sequence[str] | None = None) -> Build | None:
     spec = PathFinder.find_spec("torch", searched)
     if spec is None or not spec.origin:
         return None
-    text = _text(os.path.join(os.path.dirname(spec.origin), "version.py"))
+    text = text_of(os.path.dirname(spec.origin), "version.py")
     told = dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
     if "__version__" not in told:
         return None

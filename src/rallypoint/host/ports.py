@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.kernel_files import number_in, text_of
 from rallypoint.host.port_holder import PortHolder, described, same_place, user_name
 from rallypoint.host.probe import address_of, numeric
 from rallypoint.host.tcp_table import LISTENING, TIME_WAIT, TcpSocket, owners_of, tcp_sockets
@@ -304,7 +305,7 @@ def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentP
     """Report that the kernel refuses some of these ports, which are in ascending order, and
     somebody has the others. It does so for low numbers (ip(7)), and for any number by a rule of
     this machine's."""
-    first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
+    first_free = number_in("/proc/sys/net/ipv4/ip_unprivileged_port_start", default=1024)
     low_ones = os.geteuid() != 0 and max(forbidden) < first_free
     taken = len(ports) - len(forbidden)
     which = (
@@ -365,17 +366,6 @@ def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
 def ephemeral_range(root: str = "/") -> tuple[int, int]:
     """Return the ports, both ends included, of which the kernel gives one to every outgoing
     connection, and to a program that asks for any (ip(7))."""
-    try:
-        with open(f"{root}/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-            low, high = file.read().split()
-    except OSError:  # a sandbox without it: what Linux has when nobody changed it
-        return 32768, 60999
-    return int(low), int(high)
-
-
-def _number(path: str, default: int) -> int:
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return default
+    # In a sandbox without the file: what Linux has when nobody changed it.
+    words = text_of(root, "proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999")
+    return int(words[0]), int(words[1])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size, unknown
-from rallypoint.diagnosis.doctor.kernel_files import cgroup_folders, number_in, text_of
+from rallypoint.host.kernel_files import cgroup_folders, number_in, text_of
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.evidence import MemoryCounters

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, unknown
-from rallypoint.diagnosis.doctor.kernel_files import text_of
 from rallypoint.host.addresses import LOOK_TIMEOUT, Host, Problem, chosen, look
 from rallypoint.host.firewall import Firewall, read_firewall
+from rallypoint.host.kernel_files import text_of
 from rallypoint.host.ports import ephemeral_range, holders
 from rallypoint.host.probe import Blocked
 from rallypoint.host.tcp_table import TIME_WAIT, tcp_sockets

@@ -41,7 +41,7 @@ def text_of(*path: str, most: int = 1 << 16) -> str:
         return ""
 
 
-def number_in(*path: str) -> int:
-    """Read the number in a file; 0 where there is none, or no limit ("max")."""
+def number_in(*path: str, default: int = 0) -> int:
+    """Read the number in a file; `default` where there is none, or no limit ("max")."""
     words = text_of(*path).strip()
-    return int(words) if words.isdigit() and int(words) < _CGROUP_NO_LIMIT else 0
+    return int(words) if words.isdigit() and int(words) < _CGROUP_NO_LIMIT else default
