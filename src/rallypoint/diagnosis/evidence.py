@@ -173,6 +173,7 @@ class JobEvidence(msgspec.Struct, frozen=True, dict=True):
     world_size: int
     nodes: tuple[NodeEvidence, ...]  # of which there is evidence: one for a job on one node
     lost: tuple[LostNode, ...] = ()
+    unheard: tuple[str, ...] = ()  # hosts of other nodes, which gave no evidence in time
     attempt: int = 0
     max_restarts: int = 0
     held_address: str = ""  # host:port of the socket that the launcher holds for init_process_group
@@ -200,7 +201,7 @@ class JobEvidence(msgspec.Struct, frozen=True, dict=True):
     @property
     def several(self) -> bool:
         """Whether the job has several nodes."""
-        return len(self.nodes) + len(self.lost) > 1
+        return len(self.nodes) + len(self.lost) + len(self.unheard) > 1
 
     @cached_property
     def _nodes(self) -> dict[int, NodeEvidence]:

@@ -23,6 +23,7 @@ def job_evidence(
     *,
     world_size: int,
     lost: Iterable[LostNode] = (),
+    unheard: Iterable[str] = (),
     attempt: int = 0,
     held_address: str = "",
     interrupted_by: str = "",
@@ -30,13 +31,14 @@ def job_evidence(
     stop_reason: str = "",
 ) -> JobEvidence:
     """Return what the rules of diagnosis are given. `nodes`: those that have answered; `lost`:
-    those that are gone. The rest is as in `JobEvidence`.
+    those that are gone; `unheard`: hosts of others. The rest is as in `JobEvidence`.
     """
     return JobEvidence(
         program=exception_capture.sayable(plan.program.target),
         world_size=world_size,
         nodes=tuple(sorted(nodes, key=lambda one: one.node)),
         lost=tuple(sorted(lost, key=lambda one: one.node)),
+        unheard=tuple(sorted(unheard)),
         attempt=attempt,
         max_restarts=plan.max_restarts,
         held_address=held_address,
