@@ -110,6 +110,21 @@ def test_the_newest_that_runs_is_asked_and_the_others_are_named(
     assert stacks.chosen(("a-job-1",)) == (str(state / "a-job-1"), ())
 
 
+def test_of_a_job_on_several_nodes_that_of_this_machine_is_asked(
+    state: Path, launchers: Launchers
+) -> None:
+    """With a home that all nodes share the newest of them was asked: `job runs on gpu03`."""
+    here = os.uname().nodename
+    for node, host in enumerate(("gpu01", here, "gpu03")):
+        launchers.hold(state / "a-job" / f"node{node}", "door", host, "0")
+        os.utime(state / "a-job" / f"node{node}" / "plan.json", (1.0, 1.0 + node))
+    for words in ((), ("a-job",), ("a-job/node1",)):
+        assert stacks.chosen(words)[0] == str(state / "a-job" / "node1")
+    with pytest.raises(EnvironmentProblem) as refused:
+        stacks.ask(str(state / "a-job" / "node2"))
+    assert refused.value.headline == f"job a-job/node2 runs on gpu03, and this is {here}"
+
+
 def test_a_job_with_a_folder_of_its_own_is_found_without_its_name(
     state: Path, launchers: Launchers, tmp_path: Path
 ) -> None:

@@ -127,7 +127,7 @@ def _nodes(run: KeptRun) -> Iterator[tuple[str, str]]:
     """Yield the nodes of a job that are on this disk, and which ranks each had."""
     for node in run.nodes:
         ranks = ranks_phrase(range(node.first, node.first + node.plan.slots))
-        yield node.name, f"{render.plain(node.host)}: {ranks}"
+        yield os.path.basename(node.path), f"{render.plain(node.host)}: {ranks}"
 
 
 def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:

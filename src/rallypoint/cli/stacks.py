@@ -52,7 +52,8 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
         help = (("name one", f"rallypoint {command} {words[0]}"),)
         raise UsageError("usage", f"{command} takes one run, and got {len(words)}", help=help)
     root = run_folder.default_root(os.environ)
-    running = run_folder.running_runs(root)
+    # Where nodes share a home, those of other machines are seen, too.
+    running = sorted(run_folder.running_runs(root), key=lambda run: _is_elsewhere(run.path))
     word = words[0] if words else ""
     # A job whose folder is elsewhere is called by that, and has a name as well: RALLYPOINT_JOB
     # of its ranks, and in port-in-use.
@@ -82,6 +83,14 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
             help=(("see how it ended", f"rallypoint show {shlex.quote(word)}"),),
         )
     return path, ()
+
+
+def _is_elsewhere(path: str) -> bool:
+    """Tell whether the launcher that has this run folder is on another machine."""
+    from rallypoint.record import run_folder
+
+    door = run_folder.door_of(path)
+    return door is not None and door.host != os.uname().nodename
 
 
 def _refuse_without_folder(word: str) -> None:
@@ -122,7 +131,7 @@ def reaching(path: str, command: str) -> Iterator[LauncherAddress]:
     from rallypoint.launcher.agent import query_socket
     from rallypoint.record import run_folder
 
-    name = os.path.basename(path)
+    name = run_folder.name_of(path)
     again = f"rallypoint {command} {shlex.quote(name)}"
     over = UsageError(
         "usage",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 
 from rallypoint.cli import args, stacks
@@ -39,9 +38,9 @@ def stop(path: str) -> str:
     Raises as `stacks.reaching` does, and `EnvironmentProblem` when the job does not end.
     """
     from rallypoint.launcher.agent import query_socket
-    from rallypoint.record import past_run
+    from rallypoint.record import past_run, run_folder
 
-    name = os.path.basename(path)
+    name = run_folder.name_of(path)
     with stacks.reaching(path, "stop") as door, query_socket.stop(door.socket) as (stopping, line):
         if stopping.again:
             said = f"job {name} was being stopped, and what is left of it is killed"

@@ -42,7 +42,9 @@ def read(path: str) -> KeptRun:
         events=tuple(events),
         report=next((node.report for node in nodes if node.report), b""),
         logs=tuple(sorted(log for node in nodes for log in node.logs)),
-        damage=tuple(f"{node.name}: {line}" for node in nodes for line in node.damage),
+        damage=tuple(
+            f"{os.path.basename(node.path)}: {line}" for node in nodes for line in node.damage
+        ),
         events_cut=any(node.events_cut for node in nodes),
         nodes=tuple(nodes),
     )

@@ -19,7 +19,7 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.record.events import Event
-from rallypoint.record.run_folder import CUT, PastRun, is_running, past_runs, reason_of
+from rallypoint.record.run_folder import CUT, PastRun, is_running, name_of, past_runs, reason_of
 from rallypoint.world import ranks_phrase
 
 TAIL_BYTES = 65536
@@ -112,7 +112,7 @@ class KeptRun(msgspec.Struct, frozen=True):
     @property
     def host(self) -> str:
         """Host of a node, or the name of its folder."""
-        return str(self.started.get("host", self.name))
+        return str(self.started.get("host", os.path.basename(self.path)))
 
     @property
     def first(self) -> int:
@@ -128,7 +128,7 @@ class KeptRun(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return os.path.basename(self.path)
+        return name_of(self.path)
 
     @property
     def status(self) -> int | None:

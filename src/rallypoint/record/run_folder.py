@@ -368,6 +368,11 @@ def _above(path: str) -> str:
     return os.path.dirname(above) if NODE.fullmatch(name) else above
 
 
+def name_of(path: str) -> str:
+    """Return the name by which commands find a run folder: of one of several nodes `<job>/node1`."""
+    return os.path.relpath(path, _above(path))
+
+
 def past_runs(root: str) -> list[PastRun]:
     """Return the runs in a folder of runs, newest first; one for each node where a job had several.
     What is not a run of ours is not listed."""

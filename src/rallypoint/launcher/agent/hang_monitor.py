@@ -26,6 +26,7 @@ from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.query_socket import QuerySocket, Stopping
 from rallypoint.launcher.agent.supervisor import KILL_PATIENCE, State
 from rallypoint.launcher.exits import describe
+from rallypoint.record import run_folder
 
 # Seconds over which the use of processors is measured when somebody asks: the kernel counts in
 # hundredths, so this tells 4 % from 0.
@@ -258,7 +259,7 @@ class HangMonitor:
 
     def _standing(self, answers: StackSampler, now: float) -> Standing:
         plan, run_dir = self._job.plan, self._job.reporter.run_dir
-        name = os.path.basename(run_dir) or plan.job
+        name = run_folder.name_of(run_dir) if run_dir else plan.job
         return Standing(
             job=exception_capture.sayable(run_dir if plan.run_dir_asked and run_dir else name),
             program=exception_capture.sayable(plan.program.target),
