@@ -222,6 +222,29 @@ def test_a_hang_is_bounded_and_says_where_it_was() -> None:
     assert "in hangs" in str(caught.value)
 
 
+class _Slow:
+    """An argument that takes four seconds to be copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(4)
+        return int, ()
+
+
+def test_the_time_of_a_call_begins_with_the_call() -> None:
+    """It began when the agent had the request: a busy machine, which takes seconds to start the
+    agent, added them to it.
+    """
+
+    def waits(_: int) -> None:
+        time.sleep(600)
+
+    rallypoint.launch(int)
+    began = time.monotonic()
+    with pytest.raises(LaunchTimeout):
+        rallypoint.launch(waits, (_Slow(),), timeout=6)
+    assert time.monotonic() - began < 10
+
+
 def test_restarts_run_all_ranks_again(tmp_path: Path) -> None:
     def once_bad(rank: int, folder: str) -> int:
         marker = Path(folder, "seen")

@@ -338,7 +338,8 @@ class Call(Packet):
     environment: dict[str, str]  # what differs from the template's
     max_restarts: int
     on_failure: Literal["stop", "continue"]
-    timeout: float | None
+    asked: float  # when `launch` was called, on the monotonic clock of this machine
+    timeout: float | None  # since then
     grace: (
         float | None
     )  # between SIGTERM and SIGKILL; None: 30 s, and next to nothing after `timeout`

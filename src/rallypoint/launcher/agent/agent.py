@@ -384,7 +384,8 @@ class Agent:
         self._loop.watch(request.line.fileno(), lambda: self._on_caller(request))
         self._loop.watch(request.caller, self._on_caller_end)
         if request.timeout is not None:
-            when = self._loop.now + request.timeout - (request.grace or 0.0)
+            gone = self._loop.clock.monotonic() - request.asked
+            when = self._loop.now - gone + request.timeout - (request.grace or 0.0)
             self._loop.at("overdue", when, lambda now: self._on_overdue(request))
 
     def _on_caller(self, request: LaunchRequest) -> None:

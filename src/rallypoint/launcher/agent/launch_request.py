@@ -37,6 +37,7 @@ class LaunchRequest:
         """
         self.outputs = (fds[0], fds[1])
         self.payload = fds[2:]
+        self.asked = call.asked
         self.timeout = call.timeout
         self.grace = call.grace
         self.line = line

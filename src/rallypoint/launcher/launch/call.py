@@ -77,7 +77,9 @@ class LaunchCall:
         done = False
         try:
             self._start(request, payload_fds)
-            verdict = self._follow(request.timeout)
+            verdict = self._follow(
+                math.inf if request.timeout is None else request.asked + request.timeout
+            )
             done = verdict.usable
         except (BrokenPipeError, ConnectionResetError):
             if self._agent.usable:  # it was a stream of this program's own
@@ -107,13 +109,11 @@ class LaunchCall:
                 self._pipes.append(pipe)
             protocol.send(self._agent.line, request, [*theirs.fds, *payload_fds])
 
-    def _follow(self, timeout: float | None) -> Verdict:
+    def _follow(self, deadline: float) -> Verdict:
         poll = select.poll()
         for fd in (self._agent.line.fileno(), *self._readers, *self._agent.ends):
             poll.register(fd, select.POLLIN)
-        until = (
-            self._clock.monotonic() + timeout + ANSWER_PATIENCE if timeout is not None else math.inf
-        )
+        until = deadline + ANSWER_PATIENCE
         while True:
             try:
                 while self._verdict is None:

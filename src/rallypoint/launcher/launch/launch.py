@@ -20,6 +20,7 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
+from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 from rallypoint.launcher import nested_launch
 from rallypoint.launcher.launch import agent_pool
@@ -81,6 +82,7 @@ def launch(
     start it. After each of them no process of the call is left. May be called from any thread, and
     in a rank.
     """
+    asked = Clock().monotonic()
     try:
         _refuse_recursion()
         wanted = _checked(
@@ -136,6 +138,7 @@ def launch(
             },
             max_restarts=max_restarts,
             on_failure=on_failure,
+            asked=asked,
             timeout=wanted.timeout,
             grace=wanted.grace,
             run_dir=os.fspath(os.path.abspath(run_dir)) if run_dir is not None else "",
