@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bench import (
+    cluster_soak,
     harness,
     launch,
     lease_soak,
@@ -414,6 +415,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "ctrl-c": (ctrl_c, 100, 2),
     "stop-saves": (stop_saves, 600, 2),  # fifty of each kind
     "nodes": (nodes_soak.nodes_soak, 54, 1),  # six of each kind
+    "nodes-simulated": (cluster_soak.nodes_simulated, 10, 2),  # of a thousand each
     "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
     "store-histories": (store_soak.histories, 1000, 2),
     "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each

@@ -194,7 +194,16 @@ def test_a_node_that_was_started_again_has_the_place_of_its_dead_process() -> No
     (form,) = come(machine, applicant(2))
     assert isinstance(form, Form)
     assert form.seats["a3"].node == 1
-    assert machine.handle(Tick(), 100.0) == []
+
+
+def test_the_younger_of_two_for_one_place_is_refused_when_the_world_is_formed() -> None:
+    machine = joining()
+    come(machine, LEAD, applicant(1, node_rank=1), applicant(3, node_rank=1))
+    refused, form = come(machine, applicant(2))
+    assert isinstance(refused, Refuse)
+    assert (refused.id, refused.code) == ("a3", "node-duplicate")
+    assert isinstance(form, Form)
+    assert machine.due == math.inf
 
 
 def test_after_a_while_the_missing_are_named_with_what_those_that_tried_said() -> None:

@@ -123,6 +123,10 @@ class Joining:
         self._try_until = math.inf
         self._address = ""  # of node 0, which all others reach
         self._order: tuple[Applicant, ...] = ()  # by node
+        # Once the world is formed: the node of each applicant, the hosts by node, and the shape.
+        self.nodes: dict[str, int] = {}
+        self.hosts: tuple[str, ...] = ()
+        self.world = World(())
 
     def __repr__(self) -> str:
         return f"<Joining {self.state.value}, {len(self._here)} of {self._count} nodes here>"
@@ -146,35 +150,19 @@ class Joining:
 
     # --- once the world is formed
 
-    @property
-    def nodes(self) -> dict[str, int]:
-        """The node of each applicant that has a place."""
-        return {applicant.id: node for node, applicant in enumerate(self._order)}
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The host of each node."""
-        return tuple(applicant.host for applicant in self._order)
-
-    @property
-    def world(self) -> World:
-        """The shape of the job."""
-        return World.of(applicant.slots for applicant in self._order)
-
     def seats(self, attempt: int, offers: Offers) -> dict[str, Seat]:
         """Return every applicant's seat in an attempt. `offers`: what node 0 holds for it."""
-        world, store = self.world, ""
-        if self._count > 1 and offers.store_port:
+        count, port, store = self._count, offers.master_port, ""
+        if count > 1 and offers.store_port:
             store = str(Address(host=self._address, port=offers.store_port))
-        own = [applicant.addresses[0] if applicant.addresses else "" for applicant in self._order]
-        found = {}
+        # All nodes but node 0, twice in a row: behind a node stand the next ones.
+        ring = 2 * [one.addresses[0] if one.addresses else one.host for one in self._order[1:]]
+        seats = {}
         for node, applicant in enumerate(self._order):
-            others = {(node + step) % self._count for step in (1, 2, 3)} - {0, node}
-            buddies = tuple(filter(None, (own[other] for other in sorted(others)[:2])))
-            found[applicant.id] = Seat(
-                attempt, node, world, self._address, offers.master_port, store, buddies=buddies
-            )
-        return found
+            buddies = tuple(ring[node : node + min(2, count - 1 - (node > 0))])
+            known = attempt, node, self.world, self._address, port, store
+            seats[applicant.id] = Seat(*known, buddies=buddies)
+        return seats
 
     # --- gathering
 
@@ -244,7 +232,7 @@ class Joining:
         return refusals.complete(applicant, nodes, self._count)
 
     def _tick(self, event: Tick, now: float) -> list[Decision]:
-        decisions = self._refuse_doubtful(event, now)
+        decisions = self._refuse_doubtful(now)
         if now >= self._began + self._timeout:
             self.state = Stage.CLOSED
             missing = f"{self._count - len(self._here)} of {self._count} nodes"
@@ -261,7 +249,7 @@ class Joining:
             decisions.append(TellMissing((head, *self._roll())))
         return decisions
 
-    def _refuse_doubtful(self, event: Tick, now: float) -> list[Decision]:
+    def _refuse_doubtful(self, now: float) -> list[Decision]:
         """Refuse the younger of two applicants for one place, when the older one lives."""
         decisions: list[Decision] = []
         for applicant, until in [*self._doubtful.values()]:
@@ -319,7 +307,7 @@ class Joining:
         return self._choose() if len(self._reached) == self._count - 1 else []
 
     def _tick_while_proving(self, event: Tick, now: float) -> list[Decision]:
-        decisions = self._refuse_doubtful(event, now)
+        decisions = self._refuse_doubtful(now)
         return decisions + (self._choose() if now >= self._try_until else [])
 
     def _others(self) -> list[Applicant]:
@@ -351,17 +339,18 @@ class Joining:
         self._order = tuple(
             places[node] if node in places else next(rest) for node in range(self._count)
         )
+        self.nodes = {applicant.id: node for node, applicant in enumerate(self._order)}
+        self.hosts = tuple(applicant.host for applicant in self._order)
+        self.world = World.of(applicant.slots for applicant in self._order)
         seats = self.seats(0, self._lead.offers or Offers(0))
         patches: dict[str, list[Applicant]] = {}
         for one in self._order:
             patches.setdefault(one.versions.torch, []).append(one)
+        decisions = [*self._refuse_doubtful(math.inf), Form(seats, self.world)]
         if len(patches) < 2:
-            return [Form(seats, self.world)]
+            return decisions
         told = ", ".join(f"torch {torch} on {self._named(them)}" for torch, them in patches.items())
-        return [
-            TellMissing((f"the nodes differ in torch's last number: {told}",)),
-            Form(seats, self.world),
-        ]
+        return [TellMissing((f"the nodes differ in torch's last number: {told}",)), *decisions]
 
 
 def _is_loopback(address: str) -> bool:
@@ -381,7 +370,7 @@ TABLE: dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision
         Reachable: Joining._reachable,
         Tick: Joining._tick_while_proving,
     },
-    Stage.FORMED: {Came: Joining._late, Tick: Joining._refuse_doubtful},
+    Stage.FORMED: {Came: Joining._late},
     Stage.CLOSED: {Came: Joining._late},
 }
 """The whole state machine: what an event does in each state. An event without a row does nothing."""
