@@ -521,9 +521,9 @@ def test_nothing_heavy_is_imported() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def keep_node(job: str, node: int, offset: float, *events: Event, size: int = 4) -> Path:
+def keep_node(job: str, node: int, offset: float, *events: Event, host: str = "") -> Path:
     """Keep the run of one of two nodes with two ranks each."""
-    start = {"program": "train.py", "world_size": size, "host": f"gpu0{node + 1}"}
+    start = {"program": "train.py", "world_size": 4, "host": host or f"gpu0{node + 1}"}
     first = Event(0.01, "job-started", details={**start, "first": 2 * node, "offset": offset})
     root = os.path.join(default_root(os.environ), job, f"node{node}")
     folder = open_run_folder(root, job, pytest.fail, asked_for=False)
@@ -595,6 +595,17 @@ def test_a_job_on_several_nodes_is_shown_as_one(
     assert "logs     node0/rank0.log  8 bytes\n" in told
     assert "node1/rank3.log  8 bytes\n" in told
     assert "there is no log" not in told
+
+
+def test_two_nodes_of_one_machine_have_names_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for node in (0, 1):
+        keep_node("20260102-030405-ab12", node, 0.0, host="box")
+    told = shown(capsys)
+    assert "+0.010s  launcher on node0 (box)  started train.py" in told
+    assert "+0.010s  launcher on node1 (box)  started train.py" in told
+    assert "  node1    box: ranks 2-3\n" in told
 
 
 def test_one_node_of_several_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,25 @@ from rallypoint.record import past_run
         ({"run_dir": "/home/ada/.local/state/rallypoint/runs/1", "cwd": "/srv"}, ""),
         ({"port_range": [20000, 20100]}, "--port-range 20000-20100 "),
         ({"max_restarts": 2, "on_failure": "continue"}, "--max-restarts 2 --on-failure continue "),
+        (
+            {"nodes": {"count": 2, "host": "gpu01", "ports": [29400], "secret_file": "key"}},
+            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint gpu01:29400 --secret-file key ",
+        ),
+        (
+            {"nodes": {"count": 2, "host": "fd00::1", "ports": [29400], "rank": 1}},
+            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint '[fd00::1]:29400' --node-rank 1 ",
+        ),
+        (
+            {
+                "nodes": {"count": 2, "rank": 1, "host": "gpu01", "ports": [29501, 29502]},
+                "master_port": 29500,
+            },
+            "--master-port 29500 --nnodes 2 --master-addr gpu01 --node-rank 1 ",
+        ),
+        (
+            {"nodes": {"count": 2, "folder": "/shared/job7"}},
+            "--nnodes 2 --rdzv-endpoint file:///shared/job7 ",
+        ),
     ],
 )
 def test_the_command_starts_the_same_job_again(options: dict[str, object], words: str) -> None:

@@ -111,7 +111,7 @@ def text(run: KeptRun, now: float) -> str:
 def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[str, str]]:
     command = render.plain(past_run.command(run.plan))
     torch = f", torch {run.plan.torch}" if run.plan.torch else ""
-    ranks = [("ranks", f"{run.plan.slots}{torch}")]
+    ranks = [("ranks", f"{run.ranks}{torch}")]
     folder = [("in", render.plain(run.plan.cwd))] if run.plan.cwd else []
     return [
         ("run", run.name),
@@ -127,7 +127,7 @@ def _nodes(run: KeptRun) -> Iterator[tuple[str, str]]:
     """Yield the nodes of a job that are on this disk, and which ranks each had."""
     for node in run.nodes:
         ranks = ranks_phrase(range(node.first, node.first + node.plan.slots))
-        yield os.path.basename(node.path), f"{render.plain(node.host)}: {ranks}"
+        yield os.path.basename(node.path), f"{render.plain(job_of_nodes.host_of(node))}: {ranks}"
 
 
 def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
@@ -250,7 +250,7 @@ def _summary(run: KeptRun, now: float) -> dict[str, Any]:
         "path": run.path,
         "command": past_run.command(run.plan),
         "folder": run.plan.cwd,
-        "ranks": run.plan.slots,
+        "ranks": run.ranks,
         "began": began.isoformat(timespec="seconds"),
         "seconds": _seconds(run, now),
         "state": state,

@@ -32,14 +32,18 @@ def read(path: str) -> KeptRun:
     nodes = [past_run.read(os.path.join(path, name)) for name in _nodes_in(path)]
     if not nodes or os.path.exists(os.path.join(path, "plan.json")):
         return past_run.read(path)
-    first = nodes[0]
-    events = sorted((e for node in nodes for e in _by_the_leads_clock(node)), key=lambda e: e.at)
+    hosts = [host_of(node) for node in nodes]
+    names = [
+        host if hosts.count(host) == 1 else f"{os.path.basename(node.path)} ({host})"
+        for node, host in zip(nodes, hosts, strict=True)
+    ]
+    found = (e for node, name in zip(nodes, names, strict=True) for e in _placed(node, name))
     return KeptRun(
         path=path,
-        plan=replace(first.plan, slots=max(node.ranks for node in nodes)),
+        plan=nodes[0].plan,
         began=min(node.began for node in nodes),
         running=any(node.running for node in nodes),
-        events=tuple(events),
+        events=tuple(sorted(found, key=lambda event: event.at)),
         report=next((node.report for node in nodes if node.report), b""),
         logs=tuple(sorted(log for node in nodes for log in node.logs)),
         damage=tuple(
@@ -48,6 +52,11 @@ def read(path: str) -> KeptRun:
         events_cut=any(node.events_cut for node in nodes),
         nodes=tuple(nodes),
     )
+
+
+def host_of(node: KeptRun) -> str:
+    """Return the host of a node, its folder's name when that is not known."""
+    return str(node.started.get("host", os.path.basename(node.path)))
 
 
 def _nodes_in(path: str) -> list[str]:
@@ -60,9 +69,9 @@ def _nodes_in(path: str) -> list[str]:
     return sorted(kept, key=lambda name: int(name.removeprefix("node")))
 
 
-def _by_the_leads_clock(node: KeptRun) -> list[Event]:
-    """Return the node's events at their times by the lead's clock, with the host beside what the
-    launcher there did.
+def _placed(node: KeptRun, name: str) -> list[Event]:
+    """Return the node's events at their times by the lead's clock, with the node's name beside what
+    the launcher there did.
     """
     offset = node.started.get("offset", 0.0)
     late = offset if isinstance(offset, float) else 0.0
@@ -70,7 +79,7 @@ def _by_the_leads_clock(node: KeptRun) -> list[Event]:
         replace(
             event,
             at=event.at + late,
-            details={**event.details, "launcher_host": node.host}
+            details={**event.details, "launcher_host": name}
             if is_launchers(event)
             else event.details,
         )

@@ -52,6 +52,30 @@ class _Task(msgspec.Struct, frozen=True):
     line: str = ""
 
 
+class _Nodes(msgspec.Struct, frozen=True):
+    count: int = 1
+    rank: int | None = None
+    host: str = ""
+    ports: tuple[int, ...] = ()
+    folder: str = ""
+    secret_file: str = ""
+
+    def options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options by which a node joins the others again."""
+        yield "--nnodes", str(self.count)
+        if self.folder:
+            yield "--rdzv-endpoint", f"file://{self.folder}"
+        elif len(self.ports) > 1:  # those behind --master-port
+            yield "--master-addr", self.host
+        else:
+            yield "--rdzv-backend", "c10d"
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            yield "--rdzv-endpoint", ":".join((host, *map(str, self.ports)))
+        if self.rank is not None:
+            yield "--node-rank", str(self.rank)
+        yield "--secret-file", self.secret_file
+
+
 class KeptPlan(msgspec.Struct, frozen=True):
     """Part of a `plan.json` that is shown. A plan that was written before the job was planned has
     nothing but `job`."""
@@ -74,6 +98,7 @@ class KeptPlan(msgspec.Struct, frozen=True):
     torch: str | None = ""
     logs: _Logs = _Logs()
     rendezvous: str = ""
+    nodes: _Nodes | None = None
     task: _Task | None = None
     cwd: str = ""
     run_dir: str = ""
@@ -110,11 +135,6 @@ class KeptRun(msgspec.Struct, frozen=True):
         return next((event.details for event in self.events if event.what == "job-started"), {})
 
     @property
-    def host(self) -> str:
-        """Host of a node, or the name of its folder."""
-        return str(self.started.get("host", os.path.basename(self.path)))
-
-    @property
     def first(self) -> int:
         """The first rank of this node."""
         first = self.started.get("first", 0)
@@ -122,8 +142,8 @@ class KeptRun(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the job."""
-        size = self.started.get("world_size")
+        """Number of ranks: of one of several nodes, those of that node."""
+        size = self.nodes[0].started.get("world_size") if self.nodes else None
         return size if isinstance(size, int) else self.plan.slots
 
     @property
@@ -342,6 +362,7 @@ def command(plan: KeptPlan) -> str:
     words = ["rallypoint", "run", "-n", str(plan.slots)]
     flags = {"--fresh": plan.start == "fresh", "--plain": plan.plain, "--quiet": plan.quiet}
     words += [name for name, given in flags.items() if given]
+    alone = {"--rdzv-endpoint": f"file://{plan.rendezvous}" if plan.rendezvous else ""}
     asked = {
         "--preload": ",".join(plan.preload),
         "--max-restarts": plan.max_restarts or "",
@@ -353,7 +374,7 @@ def command(plan: KeptPlan) -> str:
         "--stall": "" if plan.stall is None else f"{plan.stall:g}",
         "-r": _streams(plan.logs.redirects),
         "-t": _streams(plan.logs.tee),
-        "--rdzv-endpoint": f"file://{plan.rendezvous}" if plan.rendezvous else "",
+        **(dict(plan.nodes.options()) if plan.nodes is not None else alone),
         "--error-format": plan.error_format.removeprefix("text"),
         "--run-dir": _from(plan.run_dir, plan.cwd) if plan.run_dir_asked else "",
     }
