@@ -81,7 +81,7 @@ def compare(
         args.training_script_args,
     )
     assert made.max_restarts == args.max_restarts
-    assert made.environment["ROLE_NAME"] == args.role
+    assert made.role == args.role
     assert made.logs.redirects == streams(args.redirects, size)
     assert made.logs.tee == streams(args.tee, size)
     chosen = (
@@ -244,7 +244,7 @@ def test_defaults_are_those_of_torchrun() -> None:
     args = torchrun.parse_args(["train.py"])
     assert str(made.slots) == args.nproc_per_node
     assert made.max_restarts == args.max_restarts
-    assert made.environment["ROLE_NAME"] == args.role
+    assert made.role == args.role
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
     }
 
     made = plan.make(ours(torchruns[2:]), environ, MACHINE)
-    planned = made.environment | made.rank_environment[1]
+    planned = plan.variables_of(made, plan.alone(made), 1)
     by_attempt = {
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -335,8 +335,10 @@ def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
         "TORCHELASTIC_ERROR_FILE",
     }
     python_own = {"LC_CTYPE"}  # PEP 538
-    assert found.keys() - by_attempt - python_own == planned.keys() - {"RALLYPOINT_JOB"}
-    different = {name for name in found.keys() & planned.keys() if found[name] != planned[name]}
+    ours_alone = {"RALLYPOINT_JOB"}
+    assert found.keys() - by_attempt - python_own == planned.keys() - by_attempt - ours_alone
+    both = (found.keys() & planned.keys()) - by_attempt
+    different = {name for name in both if found[name] != planned[name]}
     # A random one, there as here; and torchrun says 1 where ours says how many processors a rank
     # has.
     assert different == {"TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"}
