@@ -51,7 +51,6 @@ NOT_YET_SHORT = {
     "host/processes.py",
     "launcher/agent/agent.py",
     "launcher/agent/process_handles.py",
-    "launcher/template/template.py",
     "primitives/lock.py",
     "record/log_pump.py",
     "record/run_folder.py",

@@ -1,4 +1,4 @@
-"""Exception of the user's program as evidence, without our own frames."""
+"""Exceptions of the user's program as evidence, without our own frames."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_of_chain(error: BaseException) -> BaseException:
-    """Return the exception that began it: back along `__context__` ("during handling of the above ..."),
-    where nobody said `raise ... from`.
+    """Return the exception that began a chain: back along `__context__` ("during handling of the
+    above ..."), as far as there is no `raise ... from`.
 
     `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides
-    the reason; an explicit `from` is what the program means and is kept. What `except ImportError:`
-    catches was expected there: its other way failed.
+    the reason; an explicit `from` is what the program means and is kept. An exception that `except
+    ImportError:` catches was expected there: the program's other way failed.
     """
     seen = {id(error)}
     while (
@@ -139,7 +139,7 @@ def on_its_way(frame: FrameType | None) -> Exception | None:
 
 
 def type_name(kind: type[BaseException]) -> str:
-    """Return the name as Python prints it: without `builtins.` and `__main__.`."""
+    """Return an exception type's name as Python prints it: without `builtins.` and `__main__.`."""
     module = kind.__module__
     return (
         kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
@@ -238,7 +238,7 @@ def mark(error: BaseException, serial: int) -> None:
 
 
 def is_marked(error: BaseException) -> bool:
-    """Tell whether the agent was told of it."""
+    """Tell whether the agent was told of this exception."""
     return _SERIAL in error.__dict__
 
 

@@ -1,8 +1,8 @@
-"""Signal handlers of the program's that raise while we have something to tell: torch's for SIGCHLD
-does, when a DataLoader's worker died.
+"""Signal handlers of the program's that raise while a message is being sent: torch's handler of
+SIGCHLD does, when a worker of a DataLoader died.
 
-Python runs handlers between any two steps of the main thread, ours included. What one raises is the
-program's and must reach it, but what we are telling must be told first, whole and once.
+Python runs handlers between any two steps of the main thread, ours included. The exception is the
+program's and must reach it, but the message must be sent first, whole and once.
 """
 
 from __future__ import annotations

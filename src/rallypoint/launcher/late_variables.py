@@ -1,5 +1,5 @@
-"""Variables that libraries read when they load: those that the program sets itself come too late
-for the ones in the template.
+"""Variables that libraries read when they load: a value that the program itself sets comes too late
+for libraries that the template has loaded.
 
 The list was found by watching every `getenv` of `import torch, torch.distributed` (2.13, CPU), and
 each entry by setting it before and after that import: before it takes effect, after it has none.
@@ -56,7 +56,7 @@ _OF_PARTS = (
 _READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 parts_are_loaded = False
-"""True in forks of a template that had imported such parts."""
+"""Presence of late parts of torch: true in forks of a template that had imported some."""
 
 _read: dict[str, str] | None = None
 """Environment that the libraries have read; None when none was loaded before the program."""
@@ -95,8 +95,8 @@ def set_for_parts() -> dict[str, str]:
 
 
 def set_late() -> dict[str, str]:
-    """Return (variable -> where it is set: `train.py:3` or "") for each that differs from what was
-    read."""
+    """Return the variables that the program has given another value than the libraries have read:
+    variable -> where it is set (`train.py:3`), or ""."""
     late = _changed(lambda name: name in _NAMES or name.startswith(_FAMILIES))
     return late | set_for_parts() if parts_are_loaded else late
 

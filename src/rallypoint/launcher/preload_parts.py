@@ -8,11 +8,15 @@ that one is left to the ranks, or to `--preload`.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from rallypoint.launcher import late_variables
 
 NONE = "none"
-"""In place of a module's name in `--preload`: no part of torch is imported in the template unless
+"""Word in the place of a module's name in `--preload`: no part of torch is imported in the template unless
 it is named.
 """
 
@@ -62,3 +66,38 @@ def of_all(told: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return (
         tuple(name for name in ranks[0] if all(name in other for other in ranks)) if ranks else ()
     )
+
+
+def load(names: Sequence[str], unclean: Callable[[], str]) -> tuple[str, str]:
+    """Import these parts in a template; return the one that made it unfit, or cannot be imported,
+    and why; "" and "" when all is well. One that hangs or crashes ends the process by a signal,
+    which the agent sees.
+
+    `unclean`: returns why this process must not be forked, "" when it may.
+    """
+    if not names:
+        return "", ""
+    given = dict(os.environ)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(DEADLINE)
+    try:
+        for name in names:
+            late_variables.parts_are_loaded = True
+            try:
+                __import__(name)
+            except BaseException as error:  # of another release of torch, maybe, or removed from it
+                return name, f"{type(error).__name__}: {error}"
+            why = unclean()
+            if why:
+                return name, why
+        return "", ""
+    finally:
+        signal.alarm(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        signal.signal(signal.SIGALRM, handler)
+        # torch._dynamo puts TORCHINDUCTOR_CACHE_DIR there: a program that then sets it only where
+        # it is missing would set nothing.
+        for variable in os.environ.keys() - given.keys():
+            del os.environ[variable]
+        os.environ.update(given)

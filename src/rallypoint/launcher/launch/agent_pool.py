@@ -1,5 +1,5 @@
-"""Pool of the caller's warm agents: started when they are first needed, used again, gone with the
-caller.
+"""Pool of warm agents of the calling program: each is started when it is first needed, used again,
+and ends with the program.
 
 For each agent the calling program has a child, its pidfd and a socket, and nothing else: no thread,
 no signal handler. Threads that launch at the same time have an agent each.
@@ -33,8 +33,8 @@ one is in the kernel."""
 
 
 class AgentKey(NamedTuple):
-    """Properties in which an agent must fit: the variables that its template has read, and its
-    modules."""
+    """Properties by which an idle agent is chosen: the variables that its template has read, and
+    its modules."""
 
     python: str
     preload: tuple[str, ...]
@@ -61,7 +61,7 @@ class PooledAgent:
                 ["-c", spawn.STANDBY % (line, self._parent)],
                 self.environment,
                 # A descriptor that is put where it is loses its close-on-exec flag, in the new
-                # process alone: nobody whom another thread starts meanwhile gets it.
+                # process alone: no process that another thread starts meanwhile gets it.
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, line, line),
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -102,7 +102,7 @@ class PooledAgent:
 
     @property
     def usable(self) -> bool:
-        """Tell whether the agent still listens, as far as that is known without asking."""
+        """Tell whether the agent still listens, as far as that can be seen without asking it."""
         if self.has_ended:
             return False
         try:
@@ -155,7 +155,7 @@ class PooledAgent:
         self.line.close()
 
     def __del__(self) -> None:
-        """Abandon an agent that an exception (Ctrl-C, at any moment) left to nobody."""
+        """Abandon an agent that was not returned: an exception (Ctrl-C, at any moment) came before."""
         if hasattr(self, "_parent") and self.line.fileno() >= 0:
             self.abandon()
 
@@ -219,8 +219,8 @@ def release(agent: PooledAgent) -> None:
 
 
 def _after_fork() -> None:
-    """Close a forked child's copies of the sockets, or the agents would not see the parent's
-    end."""
+    """Close a forked child's copies of the sockets: with them open, the agents would not see the
+    end of the parent."""
     _idle.clear()
     for agent in list(_agents):  # also those that other threads of the parent use
         agent.abandon()

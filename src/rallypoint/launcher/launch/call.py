@@ -1,5 +1,5 @@
-"""One call of `launch`, on the caller's side: shows what the ranks print; its outcome is a list or
-an exception."""
+"""One call of `launch` on the caller's side: what the ranks print is shown, and the outcome is a
+list or an exception."""
 
 from __future__ import annotations
 

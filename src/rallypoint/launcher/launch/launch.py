@@ -1,11 +1,11 @@
-"""launch(fn, ...): the same from Python; results by rank.
+"""`launch(fn, ...)`: runs a function in the ranks of a job, and returns the results by rank.
 
-The caller's half: a warm agent is taken or started (`agent_pool.py`), what crosses is checked and
-packed (`marshalling/`), and the agent starts the ranks while this process follows the call
-(`call.py`).
+This is the caller's half: a warm agent is taken or started (`agent_pool.py`), function and
+arguments are checked and packed (`marshalling/`), and the agent starts the ranks while this process
+follows the call (`call.py`).
 
-The agent comes first, and nothing is imported before that it does not take: the first call waits
-for its template to import torch, and what this process has to load and to look at for the call
+The agent comes first, and nothing is imported before it that it does not need: the first call waits
+for its template to import torch, and everything that this process loads and looks at for the call
 takes a fifth as long.
 """
 
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
@@ -85,17 +85,10 @@ def launch(
     asked = Clock().monotonic()
     try:
         _refuse_recursion()
-        wanted = _checked(
-            nproc,
-            backend,
-            timeout,
-            grace,
-            backend_timeout,
-            max_restarts,
-            on_failure,
-            preload,
-            port_range,
-        )
+        _check(nproc, backend, max_restarts, on_failure, preload)
+        whole, part = _times(timeout, grace)
+        group_timeout = _seconds("backend_timeout", backend_timeout)
+        ports = _ports(port_range)
         folder = os.getcwd()  # FileNotFoundError when it was removed
         environment = _environment(env, nproc)
         agent = agent_pool.acquire(tuple(preload), environment)
@@ -126,7 +119,7 @@ def launch(
                 without=tuple(name for name in agent.environment if name not in environment),
                 pass_rank=pass_rank,
                 backend=backend or "",
-                backend_timeout=wanted.backend_timeout,
+                backend_timeout=group_timeout,
                 sources=_sources(fn),
             ),
             preload=tuple(preload),
@@ -139,10 +132,10 @@ def launch(
             max_restarts=max_restarts,
             on_failure=on_failure,
             asked=asked,
-            timeout=wanted.timeout,
-            grace=wanted.grace,
+            timeout=whole,
+            grace=part,
             run_dir=os.fspath(os.path.abspath(run_dir)) if run_dir is not None else "",
-            port_range=wanted.port_range,
+            port_range=ports,
             columns=0,
             color=False,
         )
@@ -194,25 +187,10 @@ def _refuse_recursion() -> None:
         )
 
 
-class _Wanted(NamedTuple):
-    timeout: float | None
-    grace: float | None
-    backend_timeout: float | None
-    port_range: tuple[int, int] | None
-
-
-def _checked(
-    nproc: object,
-    backend: object,
-    timeout: Any,
-    grace: Any,
-    backend_timeout: Any,
-    max_restarts: object,
-    on_failure: object,
-    preload: object,
-    port_range: Any,
-) -> _Wanted:
-    """Check all options but the function and its arguments. Raises UsageError or TypeError."""
+def _check(
+    nproc: object, backend: object, max_restarts: object, on_failure: object, preload: Any
+) -> None:
+    """Check options that are passed on as they are. Raises UsageError or TypeError."""
     for name, number, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(
@@ -241,8 +219,12 @@ def _checked(
         )
     if on_failure not in ("stop", "continue"):
         raise UsageError("usage", f"on_failure={on_failure!r}: it is 'stop' or 'continue'")
-    if isinstance(preload, str) or not all(isinstance(module, str) for module in preload):  # type: ignore[attr-defined]
+    if isinstance(preload, str) or not all(isinstance(module, str) for module in preload):
         raise TypeError(f"preload={preload!r}: a list of module names")
+
+
+def _times(timeout: Any, grace: Any) -> tuple[float | None, float | None]:
+    """Return the seconds of the call, and those of its end."""
     whole, part = _seconds("timeout", timeout), _seconds("grace", grace)
     if whole is not None and part is not None and part >= whole:
         raise UsageError(
@@ -255,7 +237,7 @@ def _checked(
                 ),
             ),
         )
-    return _Wanted(whole, part, _seconds("backend_timeout", backend_timeout), _ports(port_range))
+    return whole, part
 
 
 def _ports(given: Any) -> tuple[int, int] | None:

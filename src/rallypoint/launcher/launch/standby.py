@@ -1,9 +1,9 @@
-"""The agent of a program that calls `launch`: a process of its own that keeps guard and template
-warm from call to call.
+"""Agent of a program that calls `launch`: a process of its own that keeps guard and template warm
+from call to call.
 
-It is the caller's only trace: a child with one socket. It carries out one call at a time, with the
-same loop as `rallypoint run` (`agent.py`), and ends when the caller does, whichever way: it watches
-the caller's pidfd and its end of the socket.
+The program has one child and one socket for it, and nothing else. The standby carries out one call
+at a time, with the same loop as `rallypoint run` (`agent.py`). It ends when the program ends, in
+whatever way: it watches the program's pidfd and its own end of the socket.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ DISCARD_TIMEOUT = 5.0
 
 def serve(terms: Terms) -> None:
     """Carry out calls until the caller or the guard ends."""
-    standby = _Standby(terms, _make_helpers(terms))
+    helpers = HelperProcesses.start(terms.suffix)
+    helpers.use(
+        helper_processes.take_over(
+            *terms.template, imports=True, files_limit=terms.files_limit, guard=helpers.guard
+        )
+    )
+    standby = _Standby(terms, helpers)
     try:
         while standby.wait():
             pass
@@ -48,18 +54,6 @@ def serve(terms: Terms) -> None:
         pass
     finally:
         standby.close()
-
-
-def _make_helpers(terms: Terms) -> HelperProcesses:
-    """Start the guard, and take over the template, which ends with this process and has no
-    children."""
-    ours = HelperProcesses.start(terms.suffix)
-    ours.use(
-        helper_processes.take_over(
-            *terms.template, imports=True, files_limit=terms.files_limit, guard=ours.guard
-        )
-    )
-    return ours
 
 
 class _Standby:

@@ -1,6 +1,7 @@
 """Start of a standby (`standby.py`): its template is started before anything else is imported.
 
-The first call of `launch` waits for the template's import of torch; all else is done meanwhile.
+The first call of `launch` waits for the template's import of torch; everything else is done
+meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rallypoint.launcher import spawn
 
 
 class Terms(NamedTuple):
-    """Belongings with which a standby begins."""
+    """Descriptors, identity and limits with which a standby begins."""
 
     line: socket.socket  # to the caller
     caller: int  # its pidfd
@@ -29,7 +30,7 @@ class Terms(NamedTuple):
 
 
 def main(line_fd: int, caller_pid: int) -> None:
-    """Live as a standby. `line_fd`: a socket to the caller."""
+    """Serve as a standby. `line_fd`: a socket to the caller."""
     processes.open_standard_descriptors()
     line = socket.socket(fileno=line_fd)
     os.set_inheritable(line_fd, False)
@@ -67,4 +68,4 @@ def _outlive_notices() -> None:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The handler of a notice: only the ranks have something to do then."""
+    """Do nothing: only the ranks act on a notice."""

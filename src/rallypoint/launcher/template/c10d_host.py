@@ -2,7 +2,7 @@
 
 A process of its own: it outlives ranks, and it answers while rank 0 computes (served from rank 0,
 the mesh of 64 ranks takes seven times as long). The socket was bound and was listening before any
-rank started, so no rank can come too early or find somebody else on the port.
+rank started, so no rank can come too early or find another server on the port.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import msgspec
@@ -25,7 +25,6 @@ from rallypoint.clock import Clock
 from rallypoint.host import devices, processes, system_calls
 from rallypoint.launcher import (
     exception_capture,
-    late_variables,
     nested_launch,
     preload_parts,
     protocol,
@@ -67,8 +66,11 @@ _DEVICE_FILES = (
 
 
 def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callable[[], None]:
-    """Live as a template. Returns in a child what it is to run; in the template itself it does not
-    return. `spent`: seconds that torch's import took; `failed`: the exception of that import."""
+    """Serve as a template; return, in a child, what the child is to run. The template itself does
+    not return.
+
+    `spent`: seconds that torch's import took; `failed`: the exception of that import.
+    """
     orders = socket.socket(fileno=orders_fd)
     setup, _ = protocol.receive(orders)
     if not isinstance(setup, Setup):  # the agent is gone
@@ -81,46 +83,55 @@ def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callabl
 def _prepare(
     setup: Setup, orders: socket.socket, spent: float, failed: BaseException | None
 ) -> bool:
-    """Import all that is to be shared, and say how it went; return False when no process can be
-    forked from this one."""
+    """Import all modules that the ranks will share, and tell the agent how it went; return False
+    when no process can be forked from this one."""
     if not setup.imports:
         protocol.send(orders, Ready(0.0))
         return True
     clock = Clock()
-    version = ""
+    version = name = why = ""
     former: set[str] = set()
-    for name in ("torch", "torch.distributed", *setup.preload):
-        if name in setup.preload:
-            if not former:
-                former = set(sys.modules)
-                gc.freeze()
-                gc.enable()  # what these do when they are imported nobody knows
-            # Only now: a user's `re.py` must not get between torch and its own imports.
-            _place_folders(setup)
-            nested_launch.importing = f"{name}, to be preloaded"
-            protocol.send(orders, Importing(name))
-        try:
+    try:
+        for name in ("torch", "torch.distributed"):
             if failed is not None:
                 raise failed
             __import__(name)
-        except BaseException as error:
-            # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
-            exception_capture.strip(error)
-            protocol.send(orders, ImportFailed(name, exception_capture.raised(error)))
-            return False
-        version = version or str(getattr(sys.modules[name], "__version__", ""))
-        if name == "torch.distributed" and setup.hooks:
+            version = version or str(getattr(sys.modules[name], "__version__", ""))
+            why = why or unclean()
+        if setup.hooks:
             from rallypoint.launcher.worker import torch_hooks
 
             # before any preload module: `from torch.distributed import init_process_group` copies
             # the name
             torch_hooks.install()
-        why = unclean()
-        if not why and name == "torch.distributed":
-            name, why = _import_parts(setup.parts)  # without the program's folder: they are torch's
-        if why:
-            protocol.send(orders, Ready(spent + clock.elapsed(), version, why, name))
-            return False
+        if not why:
+            name, why = preload_parts.load(
+                setup.parts, unclean
+            )  # without the program's folder: they are torch's
+        if setup.preload:
+            former = set(sys.modules)
+            gc.freeze()
+            gc.enable()  # what these do when they are imported is not known
+            # Only now: a user's `re.py` must not get between torch and its own imports.
+            if setup.paths is None:
+                run_program.place_folder(setup.program)
+            else:
+                sys.path[:] = setup.paths
+        for name in () if why else setup.preload:
+            nested_launch.importing = f"{name}, to be preloaded"
+            protocol.send(orders, Importing(name))
+            __import__(name)
+            why = unclean()
+            if why:
+                break
+    except BaseException as error:
+        # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
+        exception_capture.strip(error)
+        protocol.send(orders, ImportFailed(name, exception_capture.raised(error)))
+        return False
+    if why:
+        protocol.send(orders, Ready(spent + clock.elapsed(), version, why, name))
+        return False
     if setup.preload:
         nested_launch.importing = ""
         gc.collect()
@@ -133,45 +144,6 @@ def _prepare(
     gc.enable()
     protocol.send(orders, Ready(spent + clock.elapsed(), version, files=read_from))
     return True
-
-
-def _import_parts(names: Sequence[str]) -> tuple[str, str]:
-    """Import parts of torch that the program will want; return the one that made this process unfit,
-    or cannot be imported, and why; "" and "" when all is well. One that hangs or crashes ends this
-    process by a signal, which the agent sees."""
-    if not names:
-        return "", ""
-    given = dict(os.environ)
-    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-    signal.alarm(preload_parts.DEADLINE)
-    try:
-        for name in names:
-            late_variables.parts_are_loaded = True
-            try:
-                __import__(name)
-            except BaseException as error:  # of another release of torch, maybe, or removed from it
-                return name, f"{type(error).__name__}: {error}"
-            why = unclean()
-            if why:
-                return name, why
-        return "", ""
-    finally:
-        signal.alarm(0)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-        signal.signal(signal.SIGALRM, handler)
-        # torch._dynamo puts TORCHINDUCTOR_CACHE_DIR there: a program that then sets it only where
-        # it is missing would set nothing.
-        for variable in os.environ.keys() - given.keys():
-            del os.environ[variable]
-        os.environ.update(given)
-
-
-def _place_folders(setup: Setup) -> None:
-    if setup.paths is None:
-        run_program.place_folder(setup.program)
-    else:
-        sys.path[:] = setup.paths
 
 
 def _sources(former: set[str]) -> tuple[tuple[str, int, int], ...]:
@@ -260,8 +232,8 @@ class _Template:
                     return run
 
     def _leave(self) -> NoReturn:
-        """End what the ranks have left here, and this process: the agent has ended without a word.
-        The guard does so, too, if it lives."""
+        """End the processes that the ranks have left here, and this one: the agent has ended
+        without a word. The guard does so, too, if it lives."""
         processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=os.getpid())
         os._exit(0)
 
@@ -325,7 +297,7 @@ class _Template:
         """Import parts of torch between two jobs."""
         clock = Clock()
         gc.disable()
-        name, why = _import_parts(names)
+        name, why = preload_parts.load(names, unclean)
         teardown.leave_operators_registered()
         gc.freeze()
         gc.enable()

@@ -1,8 +1,8 @@
 """The first moments of a template (`template.py`): torch is imported before anything of ours that
 can wait.
 
-That import is what every first job waits for. Whoever started this process loads its own modules
-meanwhile, and says then what else there is to import.
+Every first job waits for that import. The process that started this one loads its own modules
+meanwhile, and then says what else there is to import.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from rallypoint.launcher.worker import teardown
 
 
 def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
-    """Live as a template: see `template.serve`. `orders_fd`: a socket; `parent`: the pid of the
-    process that has started this one, and with which it ends; `imports`: False for a starter of
-    fresh interpreters."""
+    """Serve as a template: see `template.serve`.
+
+    `orders_fd`: a socket; `parent`: the pid of the process that has started this one, and with
+    which it ends; `imports`: False for a starter of fresh interpreters.
+    """
     processes.die_with(parent)
     # Descriptors of the process that started this one are not for the ranks.
     processes.close_others({0, 1, 2, orders_fd})
@@ -33,7 +35,7 @@ def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
         try:
             import torch  # noqa: F401
         except BaseException as error:
-            # SystemExit, too: a `torch.py` of somebody's may do anything.
+            # SystemExit, too: a `torch.py` of the user's may do anything.
             failed = error
     from rallypoint.launcher.template import template
 

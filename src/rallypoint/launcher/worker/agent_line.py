@@ -1,4 +1,4 @@
-"""A worker's line to the agent: messages about its program, each sent whole and once."""
+"""Line from a worker to the agent: messages about its program, each sent whole and once."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class AgentLine:
 
     def left_after(self, leaving: SystemExit) -> None:
         """Tell of the exception that was handled when the program called `sys.exit`. It may be one
-        that torch tells nobody of (`work.wait()`, DDP's own collectives). Told however many were
-        before: it is the last."""
+        that torch reports to nothing else (`work.wait()`, DDP's own collectives). It is told
+        however many were told before: it is the last."""
         error = exception_capture.first_of_chain(leaving)
         if isinstance(error, Exception):
             self._tell_of(error, lambda: exception_capture.raised(error))
@@ -166,7 +166,7 @@ class AgentLine:
 
 
 def _is_giving_up(error: BaseException | None) -> bool:
-    """Return whether this ends the program, and not well."""
+    """Return whether this exception ends the program, and not well."""
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return error is not None and not isinstance(error, Exception)

@@ -1,5 +1,5 @@
-"""Processes that a rank's program starts with `multiprocessing`: those that failed without the
-program looking at them."""
+"""Processes that a rank's program starts with `multiprocessing`, and that fail without the program
+looking at them."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _poll(original: Callable[..., int | None], self: Any, *args: Any, **kwargs: 
 
 
 def _ended(pid: int, code: int) -> None:
-    """Note an end that multiprocessing has seen; `code` as it has it: below 0 a signal. A child that
-    was told to end by SIGTERM has not failed."""
+    """Note an end that multiprocessing has seen. `code` is as multiprocessing has it: below 0 a
+    signal. A child that was told to end by SIGTERM has not failed."""
     import signal
 
     child = _started.pop(pid, None)

@@ -1,8 +1,9 @@
-"""A rank's CUDA: which GPU it joins with, where it was first used, and forks that came after that.
+"""CUDA in a rank: the GPU that it joins with, the line that first used CUDA, and forks that came
+after that.
 
 Nothing here initialises CUDA in a program that would not do so itself: the rank's device is looked
-at when the program joins a group whose backend needs one, and the first use is heard of from
-torch's own `_lazy_init`.
+at when the program joins a group whose backend needs one, and the first use is seen in torch's own
+`_lazy_init`.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def take_device(backend: str) -> RankDevice:
 
 
 def _needs_gpu(backend: str, *, up: bool) -> bool:
-    """Tell whether collectives will run on GPUs. torch's default backend does both; a program that
-    has not touched CUDA by then uses the CPU."""
+    """Tell whether collectives will run on GPUs. torch's default backend serves CPU and GPU; a
+    program that has not touched CUDA by then uses the CPU."""
     return up if not backend else backend == "nccl" or "cuda:" in backend
 
 

@@ -1,4 +1,4 @@
-"""Functions of loaded modules, wrapped, or replaced in every place that has the name."""
+"""Wrappers around functions of loaded modules."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 class ImportTimes(ImportHook):
     """Hook that adds up the seconds of each package's imports.
 
-    `folder` is the program's own: its modules are looked through, so that what they import is
-    named, and not they.
+    `folder` is the program's own. Its modules are not timed, so that the packages that they import
+    are named.
     """
 
     def __init__(self, folder: str, on_part: Callable[[str], object] = lambda name: None) -> None:

@@ -1,8 +1,8 @@
-"""Process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where it
-is, as a rank does.
+"""Process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where
+it is, as a rank does.
 
-Only the processes of a job's only rank do: they are the ranks of the group that the program makes
-itself.
+Only the processes of a job's only rank tell it: they are the ranks of the group that the program
+makes itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Spawned:
 
 
 class SpawnedHooks(Hooks):
-    """Hooks of such a process: they tell where it meets the others. Its exceptions reach the
+    """Hooks of a spawned process: they tell where it meets the others. Its exceptions reach the
     launcher by the rank that started it."""
 
     def __init__(self, control: socket.socket, index: int, size: int, began: float) -> None:

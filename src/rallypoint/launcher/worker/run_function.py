@@ -1,4 +1,4 @@
-"""A function of the caller's, run in a rank: `launch` has it instead of a program."""
+"""The caller's function, run in a rank of `launch` in the place of a program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rallypoint.launcher.worker.worker_hooks import Hooks
 def run(
     task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]
 ) -> NoReturn:
-    """Run it, send what it returned or raised, and leave. `fds`: the payload's, which are taken
+    """Run the function, send what it returned or raised, and leave. `fds`: the payload's, which are taken
     over.
 
     A rank leaves as a child of multiprocessing does, without the interpreter's own finalisation,
@@ -60,11 +60,7 @@ def _enter(task: Task, signal_mask: Iterable[int]) -> None:
     os.chdir(task.folder)
     sys.path[:] = task.paths
     sys.argv[:] = task.argv
-    main = ModuleType("__main__")
-    run_program.keep_first_main()
-    sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:
-        sys.modules["__mp_main__"] = main
+    run_program.become_main(ModuleType("__main__"))
     for name, text in task.sources:
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
@@ -86,8 +82,8 @@ def _called(task: Task, rank: int, fds: list[int], hooks: Hooks) -> Any:
 
 
 def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:
-    """Tell the caller, which gets the exception itself, and the agent, which judges. Returns the exit
-    status."""
+    """Tell an exception to the caller, which raises it, and to the agent, which judges it. Returns
+    the exit status."""
     exception_capture.strip(error)
     hooks.stop()
     _send(hooks, rank, "error", payload.pack_error(error))
@@ -120,6 +116,6 @@ def _leave(code: int) -> NoReturn:
             try:
                 stream.flush()
             except (OSError, ValueError, AttributeError):
-                # Closed by the function, or nobody reads it any more.
+                # Closed by the function, or no longer read.
                 continue
         os._exit(code)

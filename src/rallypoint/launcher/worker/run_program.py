@@ -37,7 +37,7 @@ def run(
     stderr_is_kept: bool = False,
     signal_mask: Iterable[int],
 ) -> None:
-    """Run it to its end. Returns, or lets the exception that left it through to the interpreter,
+    """Run the program to its end. Returns, or lets the exception that left it through to the interpreter,
     which then leaves as always.
 
     `takes_traceback`: the launcher shows the traceback of an uncaught exception, so it does not go
@@ -55,14 +55,7 @@ def run(
             if hooks:
                 hooks.tell(AtPhase("importing"))
             code, main = load(program)
-            keep_first_main()
-            sys.modules["__main__"] = main
-            if (
-                "__mp_main__" in sys.modules
-                # multiprocessing's name for it, under which children send back the program's
-                # classes
-            ):
-                sys.modules["__mp_main__"] = main
+            become_main(main)
             exec(code, main.__dict__)
             if hooks:
                 hooks.stop()
@@ -119,16 +112,20 @@ def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
 
 
 def _already_shown(*_: object) -> None:
-    """The traceback stands on the screen, or the launcher has it."""
+    """Do nothing: the traceback is on the screen, or the launcher has it."""
 
 
-def keep_first_main() -> None:
-    """The interpreter's own `__main__` is about to be replaced."""
+def become_main(main: ModuleType) -> None:
+    """Put a module in the place of the interpreter's own `__main__`, which is kept."""
     _first_main.append(sys.modules["__main__"])
+    sys.modules["__main__"] = main
+    # multiprocessing's name for it, under which children send back the program's classes
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = main
 
 
 def exit_code(leaving: SystemExit) -> int:
-    """As much of it as an exit status holds."""
+    """Return as much of the code as an exit status holds."""
     if not isinstance(leaving.code, int):
         return int(leaving.code is not None)
     # Python makes -1 of a number that is no C `long`.
@@ -176,8 +173,8 @@ def folder(program: Program) -> str:
 
 
 def place_folder(program: Program) -> None:
-    """Put it there, once in a process: the template does it for its preload modules, which may lie
-    beside the program and may change the path themselves."""
+    """Put that folder there, once in a process: the template does it for its preload modules, which
+    may lie beside the program and may change the path themselves."""
     if not sys.flags.safe_path and not _placed:
         _placed.append(folder(program))
         sys.path.insert(0, _placed[0])

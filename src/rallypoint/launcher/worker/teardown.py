@@ -46,17 +46,14 @@ class _Template:
 
 _template: _Template | None = None
 _status: int | None = None  # of this process; None: its program has not ended yet
-_interrupted = (
-    False  # whether it ends by the signal that a KeyboardInterrupt which nobody has caught becomes
-)
+_interrupted = False  # whether it ends by the signal that an uncaught KeyboardInterrupt becomes
 # The namespaces in which daemon threads run: the interpreter leaves them alone, too.
 _running: set[int] = set()
 
 
 def register() -> None:
-    """Register what starts the end, before any other handler of `atexit`: the first one
-    runs last.
-    """
+    """Register the first step of the end before any other handler of `atexit`: the handler that is
+    registered first runs last."""
     atexit.register(_after_all_handlers)
 
 
@@ -134,9 +131,8 @@ def _after_all_handlers() -> None:
 
 
 def _after_collection(phase: str, info: dict[str, int]) -> None:
-    """After the collection that comes before the interpreter takes modules apart. No other thread
-    runs Python any more.
-    """
+    """Hide the template's modules, after the collection that comes before the interpreter takes
+    modules apart. No other thread runs Python any more."""
     if phase == "stop" and sys.is_finalizing() and _template is not None:
         for name, module in _template.modules.items():
             if _template.all_modules.get(name) is module:
@@ -181,5 +177,5 @@ def _release_what_is_left(template: _Template) -> None:
     gc.collect()
     for file in gc.get_objects():
         if issubclass(type(file), _IOBase) and not file.closed:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # it is no longer read
                 file.flush()

@@ -1,9 +1,9 @@
-"""Exception on its way to another process: records of what of it can be sent, and the exception
-again.
+"""Exceptions that are sent to another process: records of an exception and its chain, and the
+exceptions that are built from them again.
 
-Each exception of the chain is a record of its own, so that one that cannot be sent does not take
-the others with it. An exception is built again without its own `__init__`: many a class takes other
-arguments there than `args` has, and plain pickle fails on those where they arrive.
+Each exception of the chain has a record of its own, so that one that cannot be sent does not take
+the others with it. An exception is built again without its own `__init__`: the `__init__` of many
+classes takes other arguments than `args` has, and plain pickle fails on those when it loads them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def records_of(error: BaseException, dumps: Dumps) -> tuple[str, list[ExceptionR
     return text, [_record(one, dumps, numbers) for one in found]
 
 
-def name_of(error: BaseException) -> tuple[str, list[ExceptionRecord]]:
-    """Return the same of an exception whose texts cannot be had."""
+def records_of_type(error: BaseException) -> tuple[str, list[ExceptionRecord]]:
+    """Return the records of an exception of which only the type's name can be had."""
     return "", [ExceptionRecord(type(error).__name__, "<message cannot be shown>", [])]
 
 

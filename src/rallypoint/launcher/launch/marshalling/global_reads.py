@@ -1,4 +1,5 @@
-"""Globals that a function reads, and the lines of that, from its code, without running it."""
+"""Globals that a function reads, each with its line, found in the function's code without running
+it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Modules that a rank can import by itself, so that their functions go by name; and modules of the
-user.
+"""Modules that a rank can import, so that their functions are sent by name; and modules of the
+user's.
 
 A rank has the caller's `sys.path`, working directory and interpreter. A module that was imported in
 another way (a test module under pytest's importlib mode, a file loaded by hand, a module made in
-memory) goes by value, as `__main__` does.
+memory) is sent by value, as `__main__` is.
 """
 
 from __future__ import annotations

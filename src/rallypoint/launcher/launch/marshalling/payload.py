@@ -156,7 +156,7 @@ def pack_error(error: BaseException) -> Packed:
     try:
         return _pack(exception_payload.records_of(error, _small_bytes), None)
     except Exception:  # of a signal's handler, or of a class that raises wherever it is looked at
-        return _pack(exception_payload.name_of(error), None)
+        return _pack(exception_payload.records_of_type(error), None)
 
 
 def unpack_error(fds: Sequence[int]) -> BaseException:

@@ -142,7 +142,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _module(self, obj: ModuleType) -> Any:
         if self._importable(obj.__name__):
             return _by_value.subimport, (obj.__name__,)
-        # They belong to whoever imported it here.
+        # They belong to the import of the module in this process.
         left_out = ("__builtins__", "__loader__", "__spec__", "__cached__")
         return _by_value.dynamic_subimport, (
             obj.__name__,

@@ -45,7 +45,8 @@ class UnpicklableKind(NamedTuple):
 
 
 class ObjectRefused(Exception):
-    """An object cannot be sent. `place`: where it is, if that is known where this is raised."""
+    """Refusal of an object that cannot be sent. `place`: where it is, if that is known where this
+    is raised."""
 
     def __init__(self, kind: UnpicklableKind, place: str = "") -> None:
         super().__init__(kind.name)

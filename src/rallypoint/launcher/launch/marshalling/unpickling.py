@@ -1,5 +1,5 @@
-"""Unpickling of a payload: large buffers are mapped where they are, classes that came from here are
-the same again."""
+"""Unpickling of a payload: large buffers are mapped where they are, and classes of this process
+stay the same classes."""
 
 from __future__ import annotations
 
