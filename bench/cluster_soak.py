@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.harness import ROOT, environment
 from bench.outcome import Outcome
+from bench.store_soak import written
 from rallypoint.testing.cluster import Cluster
 
 SIZES = ((1_000, 8), (10_000, 1), (10_000, 8))
@@ -30,20 +31,21 @@ def nodes_simulated(
     """
     first = chance.getrandbits(40)
     outcome = Outcome("simulated jobs", notes=[f"seeds {first} to {first + count - 1}"])
-    variables = environment()
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables["PYTHONPATH"]])
-    command = [sys.executable, "-m", "bench.cluster_soak", str(first), str(count), str(number)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=variables, cwd=folder, check=False
-    )
-    if done.returncode or not done.stdout:
-        outcome.wrong.append(f"exit status {done.returncode}: {done.stderr[-1000:]}")
-        return outcome
-    found = json.loads(done.stdout)
-    outcome.counts = {"jobs": count, **found["counts"]}
-    outcome.times = found["times"]
-    for seed, reasons in found["wrong"].items():
-        outcome.wrong.append(f"seed {seed}: {reasons[0]}")
+    with written(outcome, folder):
+        variables = environment()
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables["PYTHONPATH"]])
+        command = [sys.executable, "-m", "bench.cluster_soak", str(first), str(count), str(number)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=variables, cwd=folder, check=False
+        )
+        if done.returncode or not done.stdout:
+            outcome.wrong.append(f"exit status {done.returncode}: {done.stderr[-1000:]}")
+            return outcome
+        found = json.loads(done.stdout)
+        outcome.counts = {"jobs": count, **found["counts"]}
+        outcome.times = found["times"]
+        for seed, reasons in found["wrong"].items():
+            outcome.wrong.append(f"seed {seed}: {reasons[0]}")
     return outcome
 
 
