@@ -8,6 +8,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -87,6 +88,38 @@ def test_all_addresses_of_a_name_are_tried_however_short_the_time(
     assert opened.where == f"{host}:{port}"
     opened.sock.close()
     eventually(lambda: descriptors() == before)  # the server's end, too
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_name_without_an_address_does_not_hide_the_other_addresses(
+    server: Server, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Its resolver gives no answer, or says that there is none. It is asked once for all ports."""
+    name, asked, end = f"nowhere-{hangs}.test", [], threading.Event()
+
+    def getaddrinfo(host: str, port: int, **_: object) -> list[object]:
+        asked.append(host)
+        if hangs:
+            end.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    places = [
+        *[Address(name, number) for number in range(1, 9)],
+        Address(host, int(port)),
+    ]
+    clock = Clock()
+    try:
+        opened = dial(places, greet, clock.monotonic() + 2.0, clock)
+        assert opened.address == places[-1]
+        opened.sock.close()
+        assert asked == [name]
+        with pytest.raises(DialFailed) as caught:
+            dial(places[:-1], greet, clock.monotonic() + 0.1, clock)
+        assert [failure.reason for failure in caught.value.failures] == ["unresolved"]
+    finally:
+        end.set()
 
 
 def test_the_next_address_is_tried_beside_the_first_and_not_instead(
