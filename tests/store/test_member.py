@@ -16,6 +16,7 @@ import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import SessionLost, StoreUnreachable
 from rallypoint.store.client.member import Member
+from rallypoint.store.client.session import BYE_SECONDS
 from rallypoint.store.limits import ORPHAN
 from rallypoint.store.server.server import Server
 from rallypoint.testing import ChaosProxy
@@ -145,6 +146,9 @@ def test_the_death_of_the_server_is_known_before_the_lease_is_over() -> None:
         server.kill()
         until(lambda: member.left == 0.0)
         assert ORPHAN - 0.1 < clock.elapsed() < 2 * ORPHAN + LATE
+        clock = Clock()
+        member.close()
+        assert clock.elapsed() < BYE_SECONDS * 0.8, "it waited for an answer of a dead server"
 
 
 def test_a_server_that_stands_still_is_not_taken_for_dead() -> None:

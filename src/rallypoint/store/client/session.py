@@ -657,6 +657,7 @@ class Session:
         the session is the parent's."""
         if self.foreign or self.end is not None:
             return
+        wait = min(wait, self.left)  # a server that is gone, or has ended it, is owed no goodbye
         ticket = self._take()
         slot = ticket.slot
         end = SessionEnd(CLOSED)
