@@ -34,7 +34,17 @@ from rallypoint.diagnosis.evidence import (
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import MOST_REPORTS, diagnose, same_again
 
-from .test_root_cause import ALL_REDUCE, COUNTED, LOADING, MEMORY, lost, raised, rank, stopped
+from .test_root_cause import (
+    ALL_REDUCE,
+    COUNTED,
+    LOADING,
+    MEMORY,
+    lost,
+    raised,
+    rank,
+    stopped,
+    waited,
+)
 
 STORIES = pathlib.Path(__file__).parent.parent / "stories" / "nodes"
 VALUE = raised("ValueError", "bad batch", at=1.2)
@@ -75,6 +85,10 @@ def gone(number: int, *ranks: int, **more: Any) -> LostNode:
 def here(reports: tuple[Report, ...], at: NodeEvidence, after: float) -> tuple[Report, ...]:
     part = render.own_part(reports[0], at.node, at.host, [one.rank for one in at.ranks], after)
     return (msgspec.structs.replace(reports[0], here=part), *reports[1:])
+
+
+def at_home(number: int) -> Meeting:
+    return Meeting("env://", "localhost:29500", number, 4, "gloo", line="train.py:7")
 
 
 OTHERS = (4, 6, 7)
@@ -210,6 +224,15 @@ STORIES_TOLD = [
         (0, 1, 2),
     ),
     Story(
+        "ranks-look-for-rank-0-on-their-own-machine",
+        job(
+            node(0, *(rank(i, meeting=at_home(i), phase="joining") for i in (0, 1))),
+            node(1, waited(2, meeting=at_home(2)), rank(3, meeting=at_home(3), phase="joining")),
+        ),
+        "address-loopback",
+        (2, 3),
+    ),
+    Story(
         "a-helper-of-one-node-is-killed",
         job(
             node(0, stopped(0), lost(1, at=2.1)),
@@ -286,6 +309,12 @@ def test_ranks_share_a_gpu_only_within_a_node() -> None:
     apart = job(node(0, ranks[0]), node(1, ranks[1]))
     assert diagnose(apart)[0].code == "cause-unknown"
     assert diagnose(job(node(0, *ranks)))[0].code == "device-shared"
+
+
+def test_nodes_of_one_machine_may_meet_at_its_own_address() -> None:
+    joining = [rank(i, meeting=at_home(i), phase="joining") for i in range(4)]
+    met = job(node(0, *joining[:2], host="box"), node(1, *joining[2:], host="box"))
+    assert diagnose(met)[0].code == "cause-unknown"
 
 
 def test_a_port_is_held_only_by_processes_of_its_own_node() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import classify, reachability, stacks
+from rallypoint.diagnosis import classify, reachability, rendezvous_mismatch, stacks
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import collectives, endings, exceptions, rendezvous, stops
@@ -89,6 +89,27 @@ def _addresses_differ(scene: Scene) -> Report | None:
             at_fault = [v for v in scene.verdicts if v.rank.rank in named]
             return rendezvous.address_differs(scene.case(at_fault, "certain"), told)
     return None
+
+
+def _meet_at_home(scene: Scene) -> Report | None:
+    """Tell of ranks of other machines than rank 0's that look for it at an address that is each
+    machine's own.
+    """
+    job = scene.job
+    home = job.node_of(0)
+    at_fault = [
+        v
+        for v in scene.verdicts
+        if v.rank.phase == "joining"
+        and v.rank.meeting is not None
+        and rendezvous_mismatch.is_loopback(v.rank.meeting.address.rpartition(":")[0])
+        and v.rank.meeting.world_size in (-1, job.world_size)
+        and job.node_of(v.rank.rank).host != home.host
+    ]
+    if not at_fault or all(rank.rank for rank in home.ranks):  # nothing is known of rank 0
+        return None
+    case = scene.case(at_fault, "certain")
+    return rendezvous.meet_at_home(case, cases.node_name(job, home.node))
 
 
 def _stale_file(scene: Scene) -> Report | None:
@@ -230,6 +251,7 @@ def _waited_alone(scene: Scene) -> Report | None:
 
 
 _TOGETHER = (
+    _meet_at_home,
     _addresses_differ,
     _stale_file,
     _unmet,

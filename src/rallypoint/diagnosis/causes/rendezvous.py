@@ -40,6 +40,22 @@ def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...
     )
 
 
+def meet_at_home(case: Case, home: str) -> Report:
+    """Tell of ranks that look on their own machine for rank 0, which is on `home`."""
+    meeting = case.first.meeting
+    address, line = (meeting.address, meeting.line) if meeting is not None else ("", "")
+    return account(
+        case,
+        "address-loopback",
+        f"{case.subject} looked for rank 0 at {address}, which is their own machine: rank 0 is on {home}",
+        where=line,
+        why="localhost and 127.0.0.1 are every machine's own: from another one rank 0 is not there",
+        help=(
+            Help("leave the address out of the program: rallypoint sets MASTER_ADDR on every node"),
+        ),
+    )
+
+
 def stale_file(case: Case, error: Raised, path: str) -> Report:
     """Tell of a refused connection behind a file:// rendezvous: the file names processes that are
     gone.
