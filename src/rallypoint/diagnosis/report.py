@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+TEMPORARY = 75
+"""Exit status of EX_TEMPFAIL of sysexits.h: the same may go well a minute later."""
+
 Confidence = Literal["certain", "likely", "possible"]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rallypoint.clock import Clock
+from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes import joining, lead, messages, refusals
 from rallypoint.launcher.nodes.joining import Joining, Tick
 from rallypoint.launcher.nodes.lead import Lead
@@ -246,7 +247,7 @@ class Cluster:
                 late = self.now - self._judged_at
                 if late > lead.CAUSE_PATIENCE + self.held_up + 0.1:
                     self.wrong(f"evidence was awaited for {late:.1f} s")
-                status = 130 if signal else refusals.TEMPORARY if lost else 1
+                status = 130 if signal else TEMPORARY if lost else 1
                 self.at(self.now + self.chance.uniform(0.005, 0.3), lambda: self._decide(lead.Diagnosed(status)))  # fmt: skip
             case lead.SentenceAll(reports, status, same):
                 assert self._lead is not None

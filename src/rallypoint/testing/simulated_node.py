@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from rallypoint.diagnosis.evidence import Meeting, NodeEvidence
+from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes import joining, messages
 from rallypoint.launcher.nodes.messages import Applicant, NodeMessage, RankView
-from rallypoint.launcher.nodes.refusals import TEMPORARY
 from rallypoint.world import Seat
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ from rallypoint.diagnosis.causes.case import Case, whereabouts
 from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import listed
 from rallypoint.diagnosis.evidence import JobEvidence, Look, LostNode, RankEvidence
-from rallypoint.diagnosis.report import Help, Report
+from rallypoint.diagnosis.report import TEMPORARY, Help, Report
 from rallypoint.world import ranges, ranks_phrase
-
-TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: the same may go well a minute later
 
 _SEEN = {
     "refused": "{0} answers, and nothing of the job listens there: the host is up, its launcher is gone",

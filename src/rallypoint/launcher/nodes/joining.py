@@ -13,6 +13,7 @@ from typing import Any, dataclass_transform
 
 import msgspec
 
+from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes import refusals
 from rallypoint.launcher.nodes.messages import Applicant, Offers, Reachable
 from rallypoint.launcher.nodes.refusals import Decision
@@ -241,7 +242,7 @@ class Joining:
             waiting = [*self._here, *self._doubtful]
             self._doubtful.clear()
             decisions += (refusals.timed_out(id, because, roll) for id in waiting)
-            return [*decisions, GiveUp(refusals.TEMPORARY, because)]
+            return [*decisions, GiveUp(TEMPORARY, because)]
         if now >= self._began + self._roll_after:
             self._roll_after *= 2
             came = f"{len(self._here)} of {self._count} nodes have come"

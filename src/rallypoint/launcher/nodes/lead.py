@@ -14,7 +14,7 @@ from typing import Any
 
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
-from rallypoint.diagnosis.report import Report
+from rallypoint.diagnosis.report import TEMPORARY, Report
 from rallypoint.launcher.nodes.all_ranks import AllRanks
 from rallypoint.launcher.nodes.joining import NodeEvent, Tick
 from rallypoint.launcher.nodes.messages import (
@@ -27,7 +27,7 @@ from rallypoint.launcher.nodes.messages import (
     RollCall,
     Views,
 )
-from rallypoint.launcher.nodes.refusals import TEMPORARY, Decision
+from rallypoint.launcher.nodes.refusals import Decision
 from rallypoint.launcher.plan import ROLL_CALL
 from rallypoint.launcher.restarts import Restarts
 from rallypoint.world import World

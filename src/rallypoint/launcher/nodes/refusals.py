@@ -7,10 +7,8 @@ from typing import dataclass_transform
 
 import msgspec
 
+from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes.messages import Applicant
-
-TEMPORARY = 75
-"""Exit status that asks a batch system for another try: EX_TEMPFAIL of sysexits.h."""
 
 USAGE_STATUS = 2
 HOSTS_MOST = 8  # that one line names
