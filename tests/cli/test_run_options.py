@@ -13,19 +13,72 @@ from .lines import parse, refused
 @pytest.mark.parametrize(
     "line",
     [
-        "--nnodes 2",
-        "--nnodes 1:2",
-        "--nnodes=1:4 --standalone",
-        "--node-rank 1",
         "--rdzv-backend etcd-v2",
         "--rdzv-backend=etcd",
         "--rdzv-backend c10d --rdzv-endpoint etcd://node07:2379",
     ],
 )
-def test_several_nodes_are_refused(line: str) -> None:
+def test_a_way_to_meet_that_is_not_built_is_refused(line: str) -> None:
     error = refused(f"{line} train.py")
     assert error.code == "several-nodes"
-    assert "comes with multi-node support" in error.headline
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes"),
+    [
+        (
+            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0",
+            {"count": 2, "rank": None, "host": "node0", "ports": (29400,)},
+        ),
+        (
+            "--nnodes 2:2 --node-rank 1 --master-addr node0 --master-port 29600",
+            {"count": 2, "rank": 1, "host": "node0", "ports": tuple(range(29601, 29609))},
+        ),
+        ("--nnodes 3 --node-rank 0", {"count": 3, "rank": 0, "host": "127.0.0.1"}),
+        (
+            "--nnodes 2 --rdzv-endpoint file:///shared/job --rdzv-id 7 --secret-file s",
+            {"folder": "/shared/job.7", "job": "7", "secret_file": "s"},
+        ),
+        (
+            "--nnodes 2 --rdzv-conf join_timeout=30,is_host=1 --node-timeout 10 --local-addr ::1",
+            {"join_timeout": 30.0, "is_host": True, "timeout": 10.0, "local_addr": "::1"},
+        ),
+        ("--nnodes 2 --rdzv-conf timeout=30", {"join_timeout": 30.0}),
+    ],
+)
+def test_nodes_that_find_each_other(line: str, nodes: dict[str, object]) -> None:
+    found = parse(f"{line} train.py").nodes
+    assert found is not None
+    assert {name: getattr(found, name) for name in nodes} == nodes
+
+
+@pytest.mark.parametrize(
+    ("line", "port"),
+    [
+        ("--nnodes 2 --node-rank 0", 29500),
+        ("--nnodes 2 --node-rank 0 --master-port 29600", 29600),
+        ("--nnodes 2 --rdzv-endpoint node0:29600", 29600),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29600", 0),
+    ],
+)
+def test_port_where_the_ranks_of_several_nodes_meet(line: str, port: int) -> None:
+    assert parse(f"{line} train.py").master_port == port
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--node-rank 1",
+        "--nnodes 2 --node-rank 2",
+        "--nnodes 1:2",
+        "--nnodes 2 --standalone",
+        "--nnodes 2 --rdzv-conf join_timeout=soon",
+        "--nnodes 2 --node-timeout 0.1",
+        "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint http://node0",
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(line: str) -> None:
+    assert refused(f"{line} train.py").code == "usage"
 
 
 @pytest.mark.parametrize(

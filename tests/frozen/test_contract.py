@@ -66,7 +66,9 @@ VALUES = {
     "--event-log-handler": "null",
     "--logs-specs": "default",
     "--numa-binding": "node",
-    "--nnodes": "1",
+    "--nnodes": "2",
+    "--secret-file": "secret",
+    "--node-timeout": "10",
     "--node-rank": "0",
     "--rdzv-backend": "c10d",
     "--rdzv-endpoint": "127.0.0.1:29512",
@@ -75,13 +77,16 @@ VALUES = {
 
 REFUSED = {
     "--master-addr": "192.0.2.1",
-    "--nnodes": "2",
+    "--nnodes": "1:2",
     "--node-rank": "1",
     "--rdzv-backend": "etcd",
 }
 """For options that change nothing: a value that is refused, given by the option's variable."""
 
-VARIABLES = {"--log-line-prefix-template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
+VARIABLES = {
+    "--log-line-prefix-template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+    "--secret-file": "RALLYPOINT_SECRET_FILE",
+}
 """Variables of options that are not torchrun's PET_ and the option's name."""
 
 

@@ -36,8 +36,7 @@ def _rows(options: Iterable[Option], columns: int) -> list[str]:
     indent = BESIDE if beside else 6
     for option in options:
         names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-        # of the options for several nodes the sentence says what it must be
-        default = "" if option.fate == "several-nodes" else default_of(option)
+        default = default_of(option)
         told = f"{option.sentence} (default:\0{default})" if default else option.sentence
         wrapped = textwrap.wrap(told, width=columns - indent, break_long_words=False)
         sentence = [line.replace("\0", " ") for line in wrapped]
@@ -52,8 +51,6 @@ def default_of(option: Option) -> str:
     default = option.default
     if default in (None, "", (), ("", 0)):
         return ""
-    if option.key == "nnodes":
-        return "1"
     if isinstance(default, tuple):
         return ",".join(default)
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -18,6 +18,12 @@ ALIKE = 0.7
 more, and `config-file` has 0.67 in common with `on-failure`."""
 
 
+SHORTEST_NODE_TIMEOUT, LONGEST_NODE_TIMEOUT = 0.5, 60.0
+"""Seconds. A healthy node that is kept from running for half a second would be lost; a minute is
+what a person waits.
+"""
+
+
 def nearest(word: str, words: Iterable[str], alike: float = ALIKE) -> str:
     """Return the word that is most like `word`; "" when none is."""
     import difflib
@@ -60,10 +66,6 @@ def read_count(text: str) -> int:
     if count < 0:
         raise ValueError("is less than 0")
     return count
-
-
-def read_integer(text: str) -> int:
-    return _whole(text)
 
 
 def read_seconds(text: str) -> float:
@@ -190,8 +192,8 @@ def unknown_signals(names: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield name, f"names {name!r}, which is not a signal{hint_at(near)}"
 
 
-def read_nodes(text: str) -> tuple[int, int]:
-    """Read `N` or `MIN:MAX`."""
+def read_nodes(text: str) -> int:
+    """Read `N`, or torchrun's `MIN:MAX` when both are one number."""
     what = "a number of nodes, nor MIN:MAX"
     low, *rest = (_whole(part, what) for part in text.split(":"))
     if len(rest) > 1:
@@ -201,12 +203,23 @@ def read_nodes(text: str) -> tuple[int, int]:
         raise ValueError("is less than one node")
     if high < low:
         raise ValueError("ends before it starts")
-    return low, high
+    if high != low:
+        raise ValueError("is a range: jobs whose number of nodes changes are not built yet")
+    return low
+
+
+def read_node_timeout(text: str) -> float:
+    seconds = read_seconds(text)
+    if not SHORTEST_NODE_TIMEOUT <= seconds <= LONGEST_NODE_TIMEOUT:
+        raise ValueError(
+            f"is not between {SHORTEST_NODE_TIMEOUT:g} and {LONGEST_NODE_TIMEOUT:g} seconds"
+        )
+    return seconds
 
 
 def read_endpoint(text: str) -> tuple[str, int]:
     """Read `HOST[:PORT]`, the port 0 when there is none; `[::1]:29500` for IPv6. A URL stands for
-    itself: `file://` is a place, other schemes are for several nodes and refused later.
+    itself: `file://` is a place, other schemes are refused later.
     """
     text = text.strip()
     if "://" in text:

@@ -17,9 +17,9 @@ from rallypoint.cli.option_values import (
     read_count,
     read_endpoint,
     read_host,
-    read_integer,
     read_log_dir,
     read_modules,
+    read_node_timeout,
     read_nodes,
     read_notices,
     read_nproc,
@@ -37,12 +37,11 @@ from rallypoint.cli.option_values import (
     read_words,
 )
 
-Fate = Literal["ours", "same", "accepted", "several-nodes"]
+Fate = Literal["ours", "same", "accepted"]
 FATES: dict[Fate, str] = {
     "ours": "rallypoint's own",
     "same": "torchrun's, meaning the same",
     "accepted": "torchrun's, without effect here: accepted, and one line says why",
-    "several-nodes": "torchrun's, for several nodes: accepted when they ask for this node alone",
 }
 
 
@@ -177,7 +176,8 @@ RUN: tuple[Option, ...] = (
         example="--max-restarts 3",
     ),
     Option(
-        "--master-addr", "must be this machine; ranks on one node meet at 127.0.0.1",
+        "--master-addr",
+        "with several nodes the address of node 0; on one node its own: ranks meet at 127.0.0.1",
         metavar="ADDR", fate="same", read=read_address, default="", variable="PET_MASTER_ADDR",
         example="--master-addr 127.0.0.1",
     ),
@@ -189,7 +189,8 @@ RUN: tuple[Option, ...] = (
     ),
     Option(
         "--rdzv-id",
-        "the job's name in TORCHELASTIC_RUN_ID and in --log-dir; without it the id of this run",
+        "the job's name in TORCHELASTIC_RUN_ID and in --log-dir; without it the id of this run. "
+        "Nodes that name another job are refused",
         metavar="ID", fate="same", default="", variable="PET_RDZV_ID",
     ),
     Option(
@@ -249,39 +250,56 @@ RUN: tuple[Option, ...] = (
     ),
     # torchrun's, for several nodes
     Option(
-        "--nnodes", "number of nodes; here 1 or 1:1",
-        metavar="N|MIN:MAX", fate="several-nodes", read=read_nodes, default=(1, 1),
-        variable="PET_NNODES", example="--nnodes 1",
+        "--nnodes",
+        "number of nodes of the job; one rallypoint run is started on each",
+        metavar="N", fate="same", read=read_nodes, default=1,
+        variable="PET_NNODES", example="--nnodes 2",
     ),
     Option(
-        "--node-rank", "which node this is; here 0",
-        metavar="R", fate="several-nodes", read=read_integer, default=0,
+        "--node-rank",
+        "place of this node; node 0 leads. Without it, the node whose address --rdzv-endpoint "
+        "names leads, and the others get places as they come",
+        metavar="R", fate="same", read=read_count,
         variable="PET_NODE_RANK", example="--node-rank 0",
     ),
     Option(
-        "--rdzv-backend", "how nodes meet; here static or c10d, which are the same on one node",
-        metavar="NAME", fate="several-nodes", read=read_backend, default="static",
+        "--rdzv-backend",
+        "how nodes find each other: static (at --master-addr and --master-port) or c10d (at "
+        "--rdzv-endpoint)",
+        metavar="NAME", fate="same", read=read_backend, default="static",
         variable="PET_RDZV_BACKEND", example="--rdzv-backend c10d",
     ),
     Option(
         "--rdzv-endpoint",
-        "where nodes meet; here a name of this machine, and the port as for --master-port. "
-        "file:///shared/dir/job (not torchrun's): that place is this job's alone while it runs",
-        metavar="HOST[:PORT]", fate="several-nodes", read=read_endpoint, default=("", 0),
-        variable="PET_RDZV_ENDPOINT", example="--rdzv-endpoint localhost:29500",
+        "where nodes find each other. file:///shared/dir/job (not torchrun's): by a folder on a "
+        "disk that all share; on one node that place is this job's alone while it runs",
+        metavar="HOST[:PORT]", fate="same", read=read_endpoint, default=("", 0),
+        variable="PET_RDZV_ENDPOINT", example="--rdzv-endpoint node0:29400",
+    ),
+    Option(
+        "--rdzv-conf",
+        "join_timeout=S (or timeout=S): seconds in which all nodes must come, 600 without it; "
+        "is_host=1: this node leads",
+        metavar="K=V,...", fate="same", read=read_settings, default=(),
+        variable="PET_RDZV_CONF", example="--rdzv-conf join_timeout=900",
+    ),
+    Option(
+        "--local-addr", "the address of this node from which it reaches the others",
+        metavar="ADDR", fate="same", read=read_address, default="", variable="PET_LOCAL_ADDR",
+        example="--local-addr 10.0.0.2",
+    ),
+    Option(
+        "--secret-file",
+        "a file (mode 0600) with the secret that all nodes of the job must know",
+        metavar="F", default="", variable="RALLYPOINT_SECRET_FILE",
+        example="--secret-file secret",
+    ),
+    Option(
+        "--node-timeout",
+        "seconds without a sign of life after which a node is lost, and the job ends; 2 without it",
+        metavar="S", read=read_node_timeout, default=2.0, example="--node-timeout 10",
     ),
     # torchrun's, without effect here
-    Option(
-        "--rdzv-conf", "settings of the meeting of nodes",
-        metavar="K=V,...", fate="accepted", read=read_settings, default=(),
-        variable="PET_RDZV_CONF", example="--rdzv-conf timeout=900",
-        why="one node has nobody to wait for",
-    ),
-    Option(
-        "--local-addr", "the address of this node for the others",
-        metavar="ADDR", fate="accepted", variable="PET_LOCAL_ADDR",
-        why="ranks on one node meet at 127.0.0.1",
-    ),
     Option(
         "--monitor-interval", "how often torchrun looks whether a worker has ended",
         metavar="S", fate="accepted", read=read_seconds, variable="PET_MONITOR_INTERVAL",

@@ -52,11 +52,12 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     if trouble := precheck.look_at(made.program, environ, typed):
         write_err(rendered(trouble, wanted.error_format, sys.stderr))
         return trouble.exit_status
-    if made.rendezvous:
+    folder = made.rendezvous if made.nodes is None else made.nodes.folder
+    if folder:
         from rallypoint.launcher import rendezvous_file
 
-        rendezvous_file.wait_for_disk(made.rendezvous)
-        rendezvous_file.look(made.rendezvous)
+        rendezvous_file.wait_for_disk(folder)
+        rendezvous_file.look(folder)
     memory = _memory(made, environ)
     made = plan.with_parts(
         made,

@@ -11,10 +11,16 @@ from rallypoint.cli import args as parser
 from rallypoint.cli.args import CommandLine, Given
 from rallypoint.cli.commands import RUN
 from rallypoint.cli.hints import retyped
-from rallypoint.cli.option_values import is_module_name, unknown_signals
+from rallypoint.cli.option_values import is_module_name, read_seconds, unknown_signals
 from rallypoint.cli.options import BY_KEY, BY_SPELLING
 from rallypoint.errors import UsageError
-from rallypoint.launcher.plan import Options
+from rallypoint.launcher.plan import (
+    COORDINATION_PORT,
+    COORDINATION_PORTS,
+    MASTER_PORT,
+    Nodes,
+    Options,
+)
 from rallypoint.launcher.program import Program
 
 _SAME_NAME = (
@@ -27,10 +33,10 @@ _SAME_NAME = (
 
 
 def read(line: CommandLine) -> Options:
-    """Return what is asked for: values from their texts, and what they mean together on one node.
+    """Return what is asked for: values from their texts, and what they mean together.
 
     Raises `UsageError`: `option-unknown`, `usage` for a value that is none, `several-nodes` for
-    what only several nodes have.
+    a way to meet that is not built.
     """
     values, given = parser.values(line, RUN), line.given
     notes = [
@@ -43,7 +49,8 @@ def read(line: CommandLine) -> Options:
     signals = tuple(name for name in values["signals_to_handle"] if name not in unknown)
     program = _program(line, values)
     behind, rest = _behind(line.words)
-    address, port, more = _meeting_point(values, given)
+    nodes, more = _nodes(values, given)
+    address, port, ignored = _meeting_point(values, given)
     by_other_name = "grace" not in given and values["shutdown_timeout"] is not None
     return Options(
         **{name: values[name] for name in _SAME_NAME},
@@ -51,14 +58,15 @@ def read(line: CommandLine) -> Options:
         nproc=values["nproc_per_node"],
         master_addr=address,
         master_port=port,
-        rendezvous=_place(values),
+        rendezvous="" if nodes is not None else _place(values),
+        nodes=nodes,
         run_id="" if values["standalone"] else values["rdzv_id"],
         grace=values["shutdown_timeout" if by_other_name else "grace"],
         stdout_filters=values["duplicate_stdout_filters"],
         stderr_filters=values["duplicate_stderr_filters"],
         signals=signals,
         notices=_notices(values["notice_signal"], signals),
-        notes=(*notes, *more),
+        notes=(*notes, *ignored, *more),
         behind=shlex.join(behind),
         moved=retyped((*line.typed, *behind), *rest) if behind else "",
     )
@@ -151,37 +159,111 @@ def _no_program(values: Mapping[str, Any], typed: tuple[str, ...]) -> UsageError
     )
 
 
+def _nodes(
+    values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]
+) -> tuple[Nodes | None, list[str]]:
+    """Return how the nodes of the job find each other, None for one node; and what to say."""
+    count, rank, backend = values["nnodes"], values["node_rank"], values["rdzv_backend"]
+    if rank is not None and rank >= count:
+        raise _usage(
+            f"{given['node_rank'][-1]} is not a node of this job: it has {count}, counted from 0",
+            ("say how many nodes there are", f"--nnodes {rank + 1}"),
+        )
+    if backend not in ("static", "c10d") and not values["standalone"]:
+        raise UsageError(
+            "several-nodes",
+            f"{given['rdzv_backend'][-1]}: rallypoint knows static and c10d",
+            help=(("let the nodes find each other at one of them", "--rdzv-backend c10d"),),
+        )
+    if count == 1:
+        return None, [
+            f"{BY_KEY[key].names[0]} has no effect: the job has one node"
+            for key in ("secret_file", "node_timeout", "local_addr", "rdzv_conf")
+            if key in given and given[key][-1].typed
+        ]
+    if values["standalone"]:
+        raise _usage(
+            f"--standalone is for one node, and {given['nnodes'][-1]} asks for {count}",
+            ("leave one of the two out", ""),
+        )
+    host, port = values["rdzv_endpoint"]
+    static = backend == "static" and not host.startswith("file://")
+    if "://" in host and not host.startswith("file://"):
+        raise _usage(
+            f"{given['rdzv_endpoint'][-1]} is not a place where nodes can meet",
+            ("name the lead's address", "--rdzv-endpoint node0:29400"),
+        )
+    if static:
+        port = port or values["master_port"] or MASTER_PORT
+        first = port + 1
+        ports = tuple(range(first, min(first + COORDINATION_PORTS, 1 << 16)))
+        host = host or values["master_addr"]
+    else:
+        ports = (port or COORDINATION_PORT,)
+    settings, more = _settings(values["rdzv_conf"])
+    nodes = Nodes(
+        count=count,
+        rank=rank,
+        host=host or "127.0.0.1",
+        ports=ports,
+        folder=_place(values),
+        local_addr=values["local_addr"],
+        job=values["rdzv_id"],
+        secret_file=values["secret_file"],
+        timeout=values["node_timeout"],
+        **settings,
+    )
+    return nodes, more
+
+
+def _settings(pairs: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of --rdzv-conf that have a meaning here, and lines about the others."""
+    found: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, _, text in (pair.partition("=") for pair in pairs):
+        try:
+            if key == "is_host":
+                found[key] = text.lower() in ("1", "true", "t", "yes", "y")
+            elif key in ("join_timeout", "timeout"):
+                found["join_timeout"] = read_seconds(text)
+            else:
+                notes.append(f"--rdzv-conf {key}={text} has no effect here")
+        except ValueError as error:
+            raise _usage(
+                f"--rdzv-conf {key}={text} {error}",
+                ("give seconds", "--rdzv-conf join_timeout=600"),
+            ) from None
+    return found, notes
+
+
 def _meeting_point(
     values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]
 ) -> tuple[str, int, list[str]]:
-    """Return address and port as asked ("" and 0: not asked), and what to say. Which of torchrun's
-    options wins is torchrun's rule.
+    """Return address and port where the ranks meet, as asked ("" and 0: not asked), and what to
+    say. Which of torchrun's options wins is torchrun's rule.
     """
-
-    def refuse(key: str) -> UsageError:
-        return UsageError(
-            "several-nodes",
-            f"{given[key][-1]} asks for several nodes: that comes with multi-node support, and this version starts the ranks of one node",
-            help=(("on one node leave it out, or say", BY_KEY[key].example),),
-        )
 
     def ignored(because: str, *keys: str) -> list[str]:
         told = (given[key][-1] for key in (*keys, "master_addr", "master_port") if key in given)
         return [f"{one} is ignored with {because}, as torchrun does" for one in told]
 
-    for key, alone in (("nnodes", (1, 1)), ("node_rank", 0)):
-        if values[key] != alone:
-            raise refuse(key)
     backend, (host, port) = values["rdzv_backend"], values["rdzv_endpoint"]
     if values["standalone"]:
         more = ignored("--standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
         return "", 0, more
-    if backend not in ("static", "c10d"):
-        raise refuse("rdzv_backend")
     if host.startswith("file://"):  # a place, not an address: see `_place`
         return "", 0, ignored("--rdzv-endpoint")
+    several = values["nnodes"] > 1
+    if several and backend == "c10d":  # the endpoint's port is the lead's
+        return "", 0, ignored("--rdzv-backend c10d")
+    if several:
+        return "", port or values["master_port"] or MASTER_PORT, []
     if "://" in host:
-        raise refuse("rdzv_endpoint")
+        raise UsageError(
+            "several-nodes",
+            f"{given['rdzv_endpoint'][-1]} is not a place where ranks can meet",
+            help=(("on one node leave it out, or say", BY_KEY["rdzv_endpoint"].example),),
+        )
     if host:
         return host, port, ignored("--rdzv-endpoint")
     if backend == "c10d":

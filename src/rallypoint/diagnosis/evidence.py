@@ -16,6 +16,7 @@ from rallypoint.diagnosis.log_events import Collective, Findings
 from rallypoint.diagnosis.raised import CUDA_START as CUDA_START
 from rallypoint.diagnosis.raised import Frame as Frame
 from rallypoint.diagnosis.raised import Raised as Raised
+from rallypoint.diagnosis.report import Report
 from rallypoint.host.devices import Found
 from rallypoint.host.probe import Reached
 
@@ -141,6 +142,7 @@ class NodeEvidence(msgspec.Struct, frozen=True):
     reached: Reached | None = (
         None  # what is at the meeting point that ranks could not reach, when somebody looked
     )
+    problem: Report | None = None  # why no rank could be started here
     run_dir: str = ""
     now: float = 0.0
     began: float = 0.0  # the agent's start, in seconds since 1970 by its own clock

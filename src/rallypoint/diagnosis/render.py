@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.diagnosis.catalogue import CATALOGUE
-from rallypoint.diagnosis.report import Help, Moment, Report, Said
+from rallypoint.diagnosis.report import TEMPORARY, Help, Moment, Report, Said
 from rallypoint.errors import InternalError, RallypointError, UsageError
 from rallypoint.world import ranks_phrase
 
@@ -125,12 +125,19 @@ def report_of(error: RallypointError) -> Report:
         why="".join(error.why[:1]),
         evidence=error.why[1:],
         help=tuple(Help(*one) for one in error.help),
-        exit_status=2
-        if isinstance(error, UsageError)
-        else 70
-        if isinstance(error, InternalError)
-        else 1,
+        exit_status=_status_of(error),
     )
+
+
+_GOES_AWAY = ("join-timeout", "lead-lost")
+
+
+def _status_of(error: RallypointError) -> int:
+    if isinstance(error, UsageError):
+        return 2
+    if isinstance(error, InternalError):
+        return 70
+    return TEMPORARY if error.code in _GOES_AWAY else 1
 
 
 def _lines(report: Report, width: int, color: bool) -> list[str]:

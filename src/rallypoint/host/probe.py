@@ -181,8 +181,15 @@ class Looking:
         self.address = (host, port)
         self._asked = (host, port, greeting, timeout)
         name = f"rallypoint: look at {host}"
+        self._thread = threading.Thread(target=self._look, name=name, daemon=True)
         with contextlib.suppress(RuntimeError):  # this user has all threads that it may have
-            threading.Thread(target=self._look, name=name, daemon=True).start()
+            self._thread.start()
+
+    def wait(self, timeout: float) -> Reached | None:
+        """Return the result, for which this waits up to `timeout` seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return self.result
 
     def _look(self) -> None:
         self.result = look(*self._asked)

@@ -43,6 +43,20 @@ LOOPBACK = {
 # of healthy ranks differ by less, and people who wait longer begin to look for themselves. Each
 # following call comes after twice the time: torch's 30 minutes are seven calls.
 ROLL_CALL = 30.0
+COORDINATION_PORT = 29400
+"""Port of the lead where none is given with --rdzv-endpoint: torchrun's."""
+MASTER_PORT = 29500
+"""Port where ranks of several nodes meet, where none is given with --master-port: torchrun's."""
+COORDINATION_PORTS = 8
+"""Ports behind --master-port of which the lead takes the first free one: the agents of one machine's
+jobs seldom hold more than two or three neighbours.
+"""
+JOIN_TIMEOUT = 600.0
+"""Seconds in which all nodes of a job must come: torchrun's."""
+NODE_TIMEOUT = 2.0
+"""Seconds without a sign of life after which a node is lost. Signs come three times in it: two may
+be lost on the way. bench/ has what an overloaded node needs.
+"""
 STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
@@ -60,10 +74,31 @@ class LogPlan(msgspec.Struct, frozen=True):
     prefix: str | None = None
 
 
+class Nodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Several nodes of one job, and how the agents that run on them find each other: torchrun's
+    options. `launcher/nodes/` carries them out.
+    """
+
+    count: int
+    rank: int | None = None  # this node's place, when the user gave it; 0 leads
+    is_host: bool | None = None  # of --rdzv-conf: this node leads, or does not; None: not said
+    # Where the lead listens: a name or an address, and the ports that are tried in this order.
+    host: str = "127.0.0.1"
+    ports: tuple[int, ...] = (COORDINATION_PORT,)
+    folder: str = ""  # on a shared disk, where the lead writes its addresses instead
+    local_addr: str = ""  # address of this node from which it connects; "": the kernel's choice
+    job: str = ""  # --rdzv-id: nodes of another job are refused
+    secret_file: str = ""
+    join_timeout: float = JOIN_TIMEOUT  # seconds until all nodes must have come
+    # seconds without a sign of life after which a node is lost
+    timeout: float = NODE_TIMEOUT
+
+
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the user's that the plan takes over as they are."""
 
     program: Program
+    nodes: Nodes | None = None  # None: this node alone
     master_port: int = 0  # 0: any free one
     port_range: tuple[int, int] | None = None
     run_id: str = ""  # "": the job's id
@@ -255,7 +290,13 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             help=(("give one of the two", ""),),
         )
     debug_rank = options.debug_rank or 0
-    if debug_rank >= size:
+    if options.nodes is not None and options.on_failure == "continue":
+        raise UsageError(
+            "usage",
+            "--on-failure continue is for one node: the nodes of a job end together",
+            help=(("leave it out, or start each node's ranks as a job of its own", ""),),
+        )
+    if options.nodes is None and debug_rank >= size:
         raise UsageError(
             "usage",
             f"--debug-rank {debug_rank} is not a rank of this job: {_ranks_there_are(size)}",
@@ -432,12 +473,12 @@ def _meeting_address(asked: str, machine: Machine) -> tuple[str, list[str]]:
         ]
     raise UsageError(
         "several-nodes",
-        f"{asked} is not known as an address of this machine, and one rallypoint run starts the ranks of one node only",
-        why=(
-            f"this machine is {', '.join(machine.names) or 'without a name'}",
-            "jobs on several nodes come with multi-node support",
+        f"{asked} is not known as an address of this machine, and the job has one node",
+        why=(f"this machine is {', '.join(machine.names) or 'without a name'}",),
+        help=(
+            ("for several nodes, say how many there are", "--nnodes 2"),
+            ("on one node leave the address out: its ranks meet at 127.0.0.1", ""),
         ),
-        help=(("leave the address out: ranks on one node meet at 127.0.0.1", ""),),
     )
 
 
@@ -578,6 +619,16 @@ def alone(plan: Plan) -> Seat:
     return Seat(0, 0, World.of([plan.slots]), plan.master_addr, 0)
 
 
+def at_node(plan: Plan, job: str, node: int) -> Plan:
+    """Return the plan of one of several nodes, now that the job's id and the node's number are
+    known. Its run folder is one of several in the job's.
+    """
+    folder = (
+        plan.run_dir if plan.run_dir_asked else os.path.join(os.path.dirname(plan.run_dir), job)
+    )
+    return msgspec.structs.replace(plan, job=job, run_dir=os.path.join(folder, f"node{node}"))
+
+
 def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
     """Return the variables that we set for a rank in one attempt: torchrun's contract, and ours."""
     rank, size = str(seat.ranks[local_rank]), str(seat.world.size)
@@ -644,7 +695,11 @@ def describe(plan: Plan) -> str:
         ("program", typed),
         ("ranks", f"{plan.slots} on this node"),
         ("start", start),
-        ("meet at", f"{host}, {port}, a new one for every attempt"),
+        *(
+            _describe_nodes(plan, plan.nodes, port)
+            if plan.nodes is not None
+            else [("meet at", f"{host}, {port}, a new one for every attempt")]
+        ),
         *(
             [("place", f"{plan.rendezvous}, this job's alone while it runs")]
             if plan.rendezvous
@@ -671,6 +726,11 @@ def describe(plan: Plan) -> str:
     if plan.plain:
         lines.append(("plain", "the workers are not looked into"))
     text = [f"{name:<12}{value}" for name, value in lines]
+    if plan.nodes is not None:
+        every = plan.environment
+        text += ["", "every rank's environment, besides what it inherits:", *_assignments(every)]
+        text += ["  RANK, WORLD_SIZE, MASTER_ADDR and the like are known when all nodes have come"]
+        return _with_notes(plan, text)
     seat = alone(plan)
     given = [variables_of(plan, seat, local_rank) for local_rank in range(plan.slots)]
     every = {name: value for name, value in given[0].items() if name not in (*_OWN, *_OF_ATTEMPT)}
@@ -686,10 +746,37 @@ def describe(plan: Plan) -> str:
             {name: one[name] for name in _OWN if name in one} for one in given
         )
     ]
+    return _with_notes(plan, text)
+
+
+def _with_notes(plan: Plan, text: list[str]) -> str:
     for title, said in (("notes", plan.notes), ("chosen without being asked", plan.remarks)):
         if said:
             text += ["", f"{title}:", *(f"  {line}" for line in said)]
     return "\n".join(text) + "\n"
+
+
+def _describe_nodes(plan: Plan, nodes: Nodes, port: str) -> list[tuple[str, str]]:
+    place = f"in the folder {nodes.folder}"
+    if not nodes.folder:
+        low, high = nodes.ports[0], nodes.ports[-1]
+        place = (
+            f"at {nodes.host}, port {low}"
+            if low == high
+            else f"at {nodes.host}, the first free port of {low}-{high}"
+        )
+    leads = "it leads" if nodes.rank == 0 else "node 0 leads"
+    this = (
+        f"this is node {nodes.rank}: {leads}"
+        if nodes.rank is not None
+        else "the one that can listen there leads"
+    )
+    return [
+        ("nodes", f"{nodes.count}, which find each other {place}; {this}"),
+        ("secret", nodes.secret_file or "none: the job cannot start without one"),
+        ("meet at", f"an address of node 0 that all nodes reach, {port}"),
+        ("lost", f"a node without a sign of life for {nodes.timeout:g} s"),
+    ]
 
 
 def _describe_logs(plan: Plan) -> Iterable[tuple[str, str]]:

@@ -208,6 +208,21 @@ def take(folder: str, job: str) -> RendezvousFile:
     )
 
 
+def address_in(folder: str) -> str:
+    """Return the address that the job which has the place wrote there; "" when there is none, or
+    the job has ended. Raises EnvironmentProblem as `take`.
+    """
+    look(folder)
+    try:
+        last = max(_numbers(folder), default=0)
+        record = _read(os.path.join(folder, f"{last}.json")) if last else None
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return record.address if record is not None and not record.ended else ""
+
+
 def _try(folder: str, record: Record) -> RendezvousFile | None:
     """Try once to have the next record; return None when another job was quicker."""
     last = max(_numbers(folder), default=0)
@@ -324,7 +339,7 @@ def _in_use(folder: str, record: Record, how: Fate, now: float) -> EnvironmentPr
     if how == "unknown":
         # on another machine, in another container of this one, or of a user whose processes /proc hides
         whose = f"{owner.host}, and from here it cannot be seen whether its job still runs"
-        why.append("joining a job that runs elsewhere comes with multi-node support")
+        why.append("nodes of one job say how many they are: --nnodes 2")
         help.append(("or, when that job is known to be gone, remove the place", f"rm -r {folder}"))
     return EnvironmentProblem(
         "rendezvous-in-use",

@@ -19,15 +19,19 @@ from rallypoint.launcher.agent.helper_processes import HelperProcesses
 from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
 from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
 from rallypoint.launcher.agent.supervisor import Action, MakeReport
-from rallypoint.launcher.plan import Plan, alone
+from rallypoint.launcher.plan import Nodes, Plan, alone, at_node
 from rallypoint.launcher.protocol import Finish, Interrupt
 
 if TYPE_CHECKING:
+    from rallypoint.diagnosis.evidence import NodeEvidence
+    from rallypoint.diagnosis.rendezvous_mismatch import Misfit
     from rallypoint.diagnosis.report import Report
     from rallypoint.host.ports import HeldPort
     from rallypoint.launcher.agent.job import Job
+    from rallypoint.launcher.agent.other_nodes import OtherNodes
     from rallypoint.launcher.agent.process_handles import RankHandle
     from rallypoint.launcher.rendezvous_file import RendezvousFile
+    from rallypoint.world import Seat
 
 # Seconds between SIGTERM and SIGKILL when the time of a call is over, and its caller has not said
 # how much of it is the grace: enough for a handler that closes a file, and too short to be waited
@@ -36,6 +40,8 @@ OVERDUE_GRACE = 1.0
 # Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that
 # takes nothing makes it longer.
 DRAIN_TIMEOUT = 5.0
+# Timers that are not an attempt's: of a call, a visitor, the helpers, and the other nodes.
+LASTING = ("overdue", "standing", "stopped guard", "stopped template", "lease", "views")
 # Seconds after which a helper that was stopped (SIGSTOP) is continued. A person who suspends a
 # whole job stops one process after the other, and this one among them, before that.
 HELPER_PATIENCE = 1.0
@@ -46,6 +52,8 @@ def run(plan: Plan) -> int:
     nothing could be started.
     """
     processes.open_standard_descriptors()
+    if plan.nodes is not None:
+        return _run_with_others(plan, plan.nodes)
     with contextlib.ExitStack() as stack:
         # Before anything is started: a port or place that another job has is told at once, not
         # after the import of torch.
@@ -59,6 +67,22 @@ def run(plan: Plan) -> int:
             return agent.run()
         finally:
             agent.close()
+
+
+def _run_with_others(plan: Plan, nodes: Nodes) -> int:
+    """Carry out this node's share of a job on several nodes."""
+    from rallypoint.launcher.agent.other_nodes import StoppedWhileJoining
+    from rallypoint.launcher.nodes import endpoint
+
+    secret = endpoint.job_secret(nodes)  # before anything is started
+    try:
+        agent = Agent(plan, secret=secret)
+    except StoppedWhileJoining as stopped:
+        return stopped.status
+    try:
+        return agent.run()
+    finally:
+        agent.close()
 
 
 def _held(plan: Plan) -> HeldPort | None:
@@ -92,11 +116,19 @@ class Agent:
     job: Job
 
     def __init__(
-        self, plan: Plan, request: LaunchRequest | None = None, *, held: HeldPort | None = None, place: RendezvousFile | None = None
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        request: LaunchRequest | None = None,
+        *,
+        held: HeldPort | None = None,
+        place: RendezvousFile | None = None,
+        secret: bytes = b"",
+    ) -> None:
         """`held`: the first attempt's meeting point, if it was bound before. `place`: where the job
-        says on a shared file system where its ranks meet."""
+        says on a shared file system where its ranks meet. `secret`: of a job on several nodes."""
         self.plan = plan
+        self.others: OtherNodes | None = None
+        self._secret = secret
         self.signalled_by = ""
         self.parts = PreloadedParts(plan)
         self.request = request
@@ -133,10 +165,29 @@ class Agent:
         except BaseException:
             # the run folder belongs to another job, or this machine refuses another process: the
             # user reads that, and nothing may stay behind
+            if self.others is not None:
+                self.others.close()
             if request is None:
                 self._helpers.end()
             self._signals.close()
             raise
+
+    def _join(self, clock: Clock) -> Seat:
+        """Return this node's seat. On several nodes all must have come: the template imports
+        meanwhile.
+        """
+        from rallypoint.launcher.agent.other_nodes import OtherNodes
+
+        template = self._helpers.template
+        assert template is not None
+        if not self._secret:
+            return alone(self.plan)
+        self.others = OtherNodes(self.plan, self._secret, clock)
+        seated = self.others.join(self._signals, template.pidfd)
+        if seated is None:  # the template has ended: the loop tells why
+            return alone(self.plan)
+        self.plan = at_node(self.plan, seated.job, seated.seat.node)
+        return seated.seat
 
     def _make_parts(
         self, adopts_strangers: bool, held: HeldPort | None, place: RendezvousFile | None
@@ -159,11 +210,14 @@ class Agent:
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
         from rallypoint.record.disk_writer import DiskWriter
 
-        plan, request, clock = self.plan, self.request, Clock()
-        if plan.torch:
+        request, clock = self.request, Clock()
+        if self.plan.torch:
             # torch would try for a minute, with a thousand lines
-            ports.check_loopback(plan.master_addr)
-        seat = alone(plan)
+            ports.check_loopback(self.plan.master_addr)
+        seat = self._join(clock)
+        if self.others is not None:
+            held = self.others.held(seat.attempt)
+        plan = self.plan
         folder, writer = open_folder(plan), DiskWriter()
         outputs = request.outputs if request is not None else (1, 2)
         console = Console(plan, seat, folder.path, outputs)
@@ -172,6 +226,7 @@ class Agent:
         self._loop, self._console, self._reporter = Loop(clock), console, reporter
         decider = supervisor.Supervisor(
             seat.ranks,
+            alone=self.others is None,
             max_restarts=plan.max_restarts,
             grace=plan.grace,
             on_failure=plan.on_failure,
@@ -189,6 +244,7 @@ class Agent:
             reporter=reporter,
             evidence=EvidenceGatherer(plan, clock, folder.path, writer, console),
             request=request,
+            others=self.others,
         )
         job.rendezvous = RendezvousMonitor(job)
         job.hang_monitor = HangMonitor(job, stop=self._on_stop)
@@ -198,6 +254,9 @@ class Agent:
         job.endings = RankEndings(job, adopts_strangers=adopts_strangers)
         job.starter = RankStarter(job, streams, self._ignored, held=held, place=place)
         self._loop.watch(self._signals.fileno(), self._on_signal)
+        if self.others is not None:
+            job.starter.take_seat(seat, held)
+            self.others.begin(job)
         self._template_messages = TemplateMessages(job, self._files_limit)
         if request is not None:
             self._watch_caller(request)
@@ -278,6 +337,8 @@ class Agent:
             case supervisor.StartRanks():
                 job.starter.start(action)
             case supervisor.AskEvidence(because):
+                if self.others is not None:
+                    self.others.failing(because)
                 evidence_collection.collect_evidence(job, because)
             case MakeReport():
                 self._make_report(action)
@@ -288,10 +349,7 @@ class Agent:
             case supervisor.SayWaiting(ranks, seconds, hurry):
                 self._console.say_waiting(ranks, seconds, hurry)
             case supervisor.SayHopeless(times):
-                self._console.say(
-                    f"rallypoint: the same failure {times} times, soon after each start: not started again "
-                    f"(attempt {job.supervisor.attempt} of {self.plan.max_restarts})"
-                )
+                self._console.say_hopeless(times, job.supervisor.attempt)
             case supervisor.SayKilled(ranks, because, asked):
                 self._console.say_killed(ranks, because, asked=asked)
             case supervisor.LookWhetherStuck(ranks, together):
@@ -302,51 +360,83 @@ class Agent:
                 job.remind(name, at)
             case supervisor.CleanUp():
                 self._clean_up(action)
+            case supervisor.AttemptOver(well):
+                assert self.others is not None
+                self.others.over(well)
             case supervisor.Leave(status):
                 self._status = status
 
     def _make_report(self, action: MakeReport) -> None:
-        """Gather the evidence, judge it, show the reports."""
-        job, reporter = self.job, self._reporter
+        """Gather the evidence, judge it, show the reports. With other nodes the lead judges."""
         from rallypoint.diagnosis import root_cause
+
+        job, reporter, others = self.job, self._reporter, self.others
+        if others is not None:
+            others.failing(action.because)
+        if action.reason == "isolated" and others is not None:
+            reports = reporter.show((others.report_of_loss(action.because),))
+        elif job.problem is not None and action.reason == "start":
+            reports = reporter.of_problem(job.problem)
+            if others is not None:
+                others.judge_problem(reports[0])
+                return
+            reports = reporter.show(reports)
+        else:
+            misfit = job.rendezvous.cause_of_all() if action.reason == "failure" else None
+            here = self._gather(action, spawned=misfit is not None)
+            if others is not None:
+                others.judge(here)
+                return
+            reports = self._judge(action, here, misfit)
+        job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
+
+    def _asks(self, action: MakeReport) -> bool:
+        """Return whether the living ranks were asked for their stacks: those of a job that goes on
+        when ranks fail are not.
+        """
+        return self.plan.on_failure != "continue" or action.reason in ("interrupted", "overdue")
+
+    def _gather(self, action: MakeReport, *, spawned: bool) -> NodeEvidence:
+        """Return the evidence of this node. `spawned`: it is about processes that a rank has
+        spawned.
+        """
+        job = self.job
+        here = job.evidence.gather(
+            job.members if spawned or action.reason == "interrupted" else job.ranks,
+            asked=self._asks(action),
+            told=self._reporter.told,
+            helper=job.lost if action.reason == "helper" else None,
+            reached=job.rendezvous.reached,
+            node=job.seat.node,
+        )
+        self._reporter.has_gathered(here)
+        return here
+
+    def _judge(
+        self, action: MakeReport, here: NodeEvidence, misfit: Misfit | None
+    ) -> tuple[Report, ...]:
+        """Judge and show what has happened on the only node; return the attempt's reports."""
         from rallypoint.launcher.job_diagnosis import job_evidence
 
-        if job.problem is not None and action.reason == "start":
-            reports = reporter.show(reporter.of_problem(job.problem))
-        else:
-            # A job that goes on when ranks fail asks nobody for a stack.
-            outside = action.reason in ("interrupted", "overdue")
-            asked = self.plan.on_failure != "continue" or outside
-            misfit = job.rendezvous.cause_of_all() if action.reason == "failure" else None
-            spawned = misfit is not None or action.reason == "interrupted"
-            here = job.evidence.gather(
-                job.members if spawned else job.ranks,
-                asked=asked,
-                told=reporter.told,
-                helper=job.lost if action.reason == "helper" else None,
-                reached=job.rendezvous.reached,
-            )
-            evidence = job_evidence(
-                self.plan,
-                (here,),
-                world_size=job.size if spawned else job.seat.world.size,
-                attempt=job.supervisor.attempt,
-                held_address=job.attempt.held,
-                interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
-                overdue=self._overdue if action.reason == "overdue" else 0.0,
-                stop_reason=action.because,
-            )
-            reporter.has_gathered(here)
-            found = reporter.judge(evidence, misfit, all_again=asked)
-            reports = reporter.show(found.reports, found.followed)
-        job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
+        job, interrupted = self.job, action.reason == "interrupted"
+        evidence = job_evidence(
+            self.plan,
+            (here,),
+            world_size=job.size if misfit is not None or interrupted else job.seat.world.size,
+            attempt=job.supervisor.attempt,
+            held_address=job.attempt.held,
+            interrupted_by=self.signalled_by if interrupted else "",
+            overdue=self._overdue if action.reason == "overdue" else 0.0,
+            stop_reason=action.because,
+        )
+        found = self._reporter.judge(evidence, misfit, all_again=self._asks(action))
+        return self._reporter.show(found.reports, found.followed)
 
     def _clean_up(self, action: supervisor.CleanUp) -> None:
         """End what the ranks left running, and this attempt's host. Every rank has ended."""
         self.job.endings.end_leftovers(self._hurries() if action.gently else None)
         self.job.attempt.release()
-        # The call's, a visitor's and those of template and guard are not the attempt's.
-        self._loop.forget_all_but("overdue", "standing", "stopped guard", "stopped template")
+        self._loop.forget_all_but(*LASTING)
         # Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S,
         # Ctrl-Z) loses nothing.
         while (
@@ -420,6 +510,8 @@ class Agent:
 
     def _end_by(self, name: str) -> None:
         """End the job because of a signal."""
+        if self.others is not None:
+            self.others.failing(f"a launcher got {name}", signal=name)
         self.signalled_by = self.signalled_by or name
         self.job.feed(supervisor.Signalled(name, signal.Signals[name]))
 

@@ -8,18 +8,21 @@ import errno
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import ports
-from rallypoint.launcher.agent.job_store import JobStore
+from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
 from rallypoint.launcher.agent.process_handles import HostHandle, RankHandle
 from rallypoint.launcher.agent.rank_streams import RankStreams
 from rallypoint.launcher.plan import STDERR, Plan, variables_of
 from rallypoint.launcher.protocol import StartHost, StartWorker
 from rallypoint.world import Seat
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.agent.other_nodes import OtherNodes
 
 
 class Order(NamedTuple):
@@ -56,7 +59,7 @@ class Attempt:
         # processes that the only rank has started by torch.multiprocessing.spawn, by index
         self.spawned: list[RankHandle] = []
         self.spawned_size = 0  # how many it starts
-        self.store: JobStore | None = None
+        self.store: JobStore | StoreElsewhere | None = None
         self._no_store = ""  # why there is none
         self._plan = plan
         self._began = began
@@ -96,9 +99,9 @@ class Attempt:
         else:
             held.release()
 
-    def open_store(self) -> None:
-        """Make the job's store, before any rank starts. Where there can be none the job does
-        without: most never ask for it.
+    def open_store(self, others: OtherNodes | None) -> None:
+        """Make the job's store, before any rank starts; one for all nodes, if there are `others`.
+        Where there can be none the job does without: most never ask for it.
 
         A program that rallypoint executes without looking into it gets no secret, and so has no
         store.
@@ -106,7 +109,8 @@ class Attempt:
         if self._plan.start == "exec":
             return
         try:
-            self.store = JobStore(self._plan.job)
+            job = self._plan.job
+            self.store = JobStore(job) if others is None else others.open_store(job, self.seat)
         except EnvironmentProblem as problem:
             self._no_store = "; ".join((problem.headline, *problem.why))
 

@@ -232,6 +232,13 @@ class Console:
         how = f"did not end and {were} killed" if asked else f"{were} killed at once"
         self.say(f"rallypoint: {ranks_phrase(ranks)} {how}: {because}")
 
+    def say_hopeless(self, times: int, attempt: int) -> None:
+        """Say that the same failure has come so often that the ranks are not started again."""
+        self.say(
+            f"rallypoint: the same failure {times} times, soon after each start: not started again "
+            f"(attempt {attempt} of {self._plan.max_restarts})"
+        )
+
     def say_notice(self, name: str, handed: Sequence[int], others: Sequence[int]) -> None:
         """Say that a notice came and was handed to ranks, except `others`, which have no handler
         for it.

@@ -4,10 +4,12 @@ that do not end. A signal asks, stacks answer, a deadline ends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rallypoint.diagnosis import reachability
+from rallypoint.diagnosis.evidence import RankEvidence
 from rallypoint.host.probe import Looking
+from rallypoint.launcher.agent.evidence_gatherer import positions
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import EvidenceIn, Stuck
@@ -93,6 +95,21 @@ def call_roll(job: Job, because: str) -> None:
                 job.reporter.report_roll_call(lines, because)
 
     job.loop.poll("roll answers", is_over, say, every=ANSWER_LOOK)
+
+
+def locate(
+    job: Job,
+    numbers: Sequence[int],
+    tell: Callable[[tuple[RankEvidence, ...], dict[int, str]], object],
+) -> None:
+    """Ask these ranks where they are, for the lead; `tell` gets their positions, and why those that
+    did not answer are silent. Nothing is stopped.
+    """
+    ranks = [one for one in job.ranks if one.rank in numbers]
+    question = StackQuestion(job, [one for one in ranks if one.alive and not one.halted()])
+    question.wait(
+        "located", ROLL_CALL_DEADLINE, lambda now: tell(*positions(ranks, question.asked))
+    )
 
 
 def look_for_stuck(job: Job, ranks: tuple[int, ...], *, together: bool) -> None:

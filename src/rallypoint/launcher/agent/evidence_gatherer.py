@@ -117,15 +117,9 @@ class EvidenceGatherer:
         None when no rank waits any more, or a person is at a debugger, which the stacks of those
         `asked` show. `seen`: what is at their meeting point.
         """
-        here = [_position(handle, asked=handle in asked) for handle in ranks]
+        here, states = positions(ranks, asked)
         if any(stacks.debugged(one.stack) for one in here):
             return ()
-        told = {one.rank for one in here if one.stack}
-        states = {
-            one.rank: one.silence()
-            for one in ranks
-            if one.alive and one.rank not in told and (one in asked or one.halted())
-        }
         root = job_diagnosis.folder_of_task(self._plan) or stacks.root_of(
             self._plan.program.target, [frame for one in here for frame in one.stack]
         )
@@ -243,6 +237,20 @@ def share_a_device(ranks: Sequence[RankHandle]) -> bool:
     """Return whether ranks of one NCCL group would use the same GPU."""
     meetings = [(one.rank, one.meeting) for one in ranks if one.meeting]
     return bool(root_cause.devices_shared(meetings, len(ranks)))
+
+
+def positions(
+    ranks: Sequence[RankHandle], asked: Sequence[RankHandle]
+) -> tuple[tuple[RankEvidence, ...], dict[int, str]]:
+    """Return where ranks are, and why those that were `asked` and did not tell are silent."""
+    here = tuple(_position(handle, asked=handle in asked) for handle in ranks)
+    told = {one.rank for one in here if one.stack}
+    states = {
+        one.rank: one.silence()
+        for one in ranks
+        if one.alive and one.rank not in told and (one in asked or one.halted())
+    }
+    return here, states
 
 
 def _position(handle: RankHandle, *, asked: bool) -> RankEvidence:

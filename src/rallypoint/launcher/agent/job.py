@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.hang_monitor import HangMonitor
     from rallypoint.launcher.agent.helper_processes import HelperProcesses
     from rallypoint.launcher.agent.launch_request import LaunchRequest
+    from rallypoint.launcher.agent.other_nodes import OtherNodes
     from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
     from rallypoint.launcher.agent.process_handles import RankHandle, TemplateHandle
     from rallypoint.launcher.agent.rank_endings import RankEndings
@@ -60,6 +61,7 @@ class Job:
         reporter: Reporter,
         evidence: EvidenceGatherer,
         request: LaunchRequest | None = None,
+        others: OtherNodes | None = None,
     ) -> None:
         """`act` carries out an action of the supervisor's."""
         self.plan = plan
@@ -72,6 +74,7 @@ class Job:
         self.reporter = reporter
         self.evidence = evidence
         self.request = request  # the call of `launch` that the job carries out
+        self.others = others  # of a job on several nodes
         self.problem: RallypointError | Report | None = None  # why nothing could be started
         self.lost: HelperLost | None = None
         self._act = act
@@ -128,6 +131,8 @@ class Job:
         """Tell the supervisor of an event, and do what it decides."""
         for action in self.supervisor.handle(event, self.loop.now):
             self._act(action)
+        if self.others is not None:
+            self.others.note(event)
 
     def helper_lost(self, name: str, pid: int, code: int, signal: int) -> None:
         """End the job because a helper process has ended by itself."""

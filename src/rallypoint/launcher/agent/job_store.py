@@ -1,9 +1,13 @@
-"""The store of one attempt: an address from the start, a server from the first client on."""
+"""Store of one attempt: an address from the start, a server from the first client on.
+
+A job on several nodes has it on node 0, where it listens on TCP, too; the others know its address.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,16 +30,24 @@ class JobStore:
     folder for the socket, OSError when descriptors run out.
     """
 
-    def __init__(self, job: str) -> None:
+    def __init__(
+        self, job: str, secret: bytes | None = None, listener: socket.socket | None = None
+    ) -> None:
+        """`secret`, `listener`: of a job on several nodes, which the other nodes know."""
         self._job = job
         self._server: Server | None = None
-        self._listener, self.path = unix_sockets.private_socket("store.sock")
+        unix, self.path = unix_sockets.private_socket("store.sock")
+        self._listeners = [unix] if listener is None else [unix, listener]
         try:
-            self.secret = processes.sealed_memory_file("rallypoint-secret", new_secret())
+            self.secret = processes.sealed_memory_file("rallypoint-secret", secret or new_secret())
         except BaseException:
-            self._listener.close()
-            unix_sockets.remove(self.path)
+            self._close()
             raise
+
+    def _close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        unix_sockets.remove(self.path)
 
     def __repr__(self) -> str:
         return f"<JobStore {self.address}: {'serving' if self._server else 'not used yet'}>"
@@ -45,12 +57,14 @@ class JobStore:
         """Value of RALLYPOINT_STORE."""
         return f"unix://{self.path}"
 
-    def fileno(self) -> int:
-        """Readable when the first client has come; not to be watched any more after `serve`."""
-        return self._listener.fileno()
+    def filenos(self) -> list[int]:
+        """Return descriptors of which one is readable when the first client has come; not to be
+        watched any more after `serve`.
+        """
+        return [listener.fileno() for listener in self._listeners]
 
     def serve(self, ranks: Sequence[RankHandle], now: Callable[[], float]) -> None:
-        """Start the server. The client that made `fileno` readable is accepted by it. Raises what a
+        """Start the server. The client that made one of `filenos` readable is accepted by it. Raises what a
         thread or an import may raise.
 
         `ranks` are those of the attempt, and `now` the clock that their times are of: an error that
@@ -59,7 +73,7 @@ class JobStore:
         from rallypoint.store.server.server import Server
 
         server = Server(
-            listeners=[self._listener],
+            listeners=self._listeners,
             secret=os.pread(self.secret, SECRET_BYTES, 0),
             job=self._job,
             address=self.address,
@@ -79,8 +93,31 @@ class JobStore:
         if self._server is not None:
             self._server.stop(reason)
             self._server = None
-        self._listener.close()
-        unix_sockets.remove(self.path)
+        self._close()
+        if self.secret >= 0:
+            os.close(self.secret)
+            self.secret = -1
+
+
+class StoreElsewhere:
+    """Store of an attempt that is served on node 0, as another node knows it."""
+
+    path = ""  # nothing here is to be removed
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        """`address`: tcp://host:port by which this node reaches it."""
+        self.address = address
+        self.secret = processes.sealed_memory_file("rallypoint-secret", secret)
+
+    def __repr__(self) -> str:
+        return f"<StoreElsewhere {self.address}>"
+
+    def filenos(self) -> list[int]:
+        """Return nothing to watch: nobody is served here."""
+        return []
+
+    def stop(self, reason: str) -> None:
+        """Forget the secret. May be called twice."""
         if self.secret >= 0:
             os.close(self.secret)
             self.secret = -1

@@ -16,6 +16,7 @@ from rallypoint.host import processes
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.attempt import Attempt, Order, exhausted
 from rallypoint.launcher.agent.job import Job
+from rallypoint.launcher.agent.job_store import JobStore
 from rallypoint.launcher.agent.rank_streams import RankStreams
 from rallypoint.launcher.agent.supervisor import StartRanks
 from rallypoint.launcher.protocol import Forked, NotForked, Restarted
@@ -125,19 +126,22 @@ class RankStarter:
 
     def _open_store(self) -> None:
         job = self._job
-        job.attempt.open_store()
+        job.attempt.open_store(job.others)
         if job.attempt.store is not None:
-            job.helpers.guard.inherit(job.attempt.store.path)
-            job.loop.watch(job.attempt.store.fileno(), self._on_store_client)
+            if job.attempt.store.path:
+                job.helpers.guard.inherit(job.attempt.store.path)
+            for fd in job.attempt.store.filenos():
+                job.loop.watch(fd, self._on_store_client)
 
     def _on_store_client(self) -> None:
         """Start the store's thread for its first client. A job whose ranks never ask for the store
         has none.
         """
         job, store = self._job, self._job.attempt.store
-        if store is None:
+        if not isinstance(store, JobStore):
             return
-        job.loop.unwatch(store.fileno())
+        for fd in store.filenos():
+            job.loop.unwatch(fd)
         try:
             store.serve(job.ranks, job.loop.clock.elapsed)
         except (OSError, RuntimeError) as error:
@@ -151,7 +155,8 @@ class RankStarter:
         """End the store, if there is one; its clients are told the reason."""
         store, self._job.attempt.store = self._job.attempt.store, None
         if store is not None:
-            self._job.loop.unwatch(store.fileno())
+            for fd in store.filenos():
+                self._job.loop.unwatch(fd)
             store.stop(reason)
 
     # --- orders, and the template's answers

@@ -69,9 +69,9 @@ class RendezvousMonitor:
 
     def joining(self) -> None:
         """Check, when a rank begins to wait in it, that the waiting ranks can meet at all. A failure
-        that is being judged by then came first.
+        that is being judged by then came first. With other nodes the lead checks.
         """
-        if self._job.is_running and self._misfit is None:
+        if self._job.is_running and self._misfit is None and self._job.others is None:
             self._misfit = self._find_misfit()
             if self._misfit is not None:
                 self._job.loop.at("misfit", self._job.loop.now + MISFIT_SETTLE, self._on_misfit)

@@ -330,7 +330,7 @@ class Leave(Action):
 
 
 @dataclass
-class _Rank:
+class RankState:
     """The supervisor's knowledge of one rank."""
 
     ended: bool = False
@@ -379,7 +379,7 @@ class Supervisor:
         self._continue = on_failure == "continue"
         self._roll_call = roll_call
         self._roll_after = roll_call  # seconds of waiting at which the next one is due
-        self._ranks: dict[int, _Rank] = {}  # by number; empty before the first attempt
+        self.ranks: dict[int, RankState] = {}  # by number; empty before the first attempt
         self._status: int | None = None  # of the first failure reported
         self._reason: Reason = "failure"
         self._because = ""
@@ -418,7 +418,7 @@ class Supervisor:
     def _start_attempt(self, because: str, now: float) -> list[Action]:
         self.state, self._is_ready = State.RUNNING, True
         self._attempt_began = now
-        self._ranks = {rank: _Rank() for rank in self._numbers}
+        self.ranks = {rank: RankState() for rank in self._numbers}
         self._status, self._sure, self._untold = None, False, ""
         self._reason, self._in_vain, self._is_over = "failure", False, False
         return [StartRanks(self.attempt, because)]
@@ -428,7 +428,7 @@ class Supervisor:
         return self._conclude(event.because, now)
 
     def _phase(self, event: PhaseEntered, now: float) -> list[Action]:
-        rank = self._ranks[event.rank]
+        rank = self.ranks[event.rank]
         if rank.waits and event.phase == "running":
             rank.joined += rank.whole
             rank.erred = False
@@ -444,18 +444,18 @@ class Supervisor:
 
     def _waiting(self) -> list[int]:
         """Return the ranks that are in init_process_group."""
-        return [number for number in self._living() if self._ranks[number].waits]
+        return [number for number in self._living() if self.ranks[number].waits]
 
     def _erred(self, event: Erred, now: float) -> list[Action]:
-        rank = self._ranks[event.rank]
+        rank = self.ranks[event.rank]
         rank.erred = rank.erred or event.call in ("init_process_group", "set_device")
         rank.waits = rank.waits and event.call != "init_process_group"
         return []
 
     def _debugged(self, event: Debugged, now: float) -> list[Action]:
         """Count the time of every rank that waits anew: it waits for a person at a debugger."""
-        self._ranks[event.rank].debugged = event.waits
-        for rank in self._ranks.values():
+        self.ranks[event.rank].debugged = event.waits
+        for rank in self.ranks.values():
             rank.since = max(rank.since, now)
         return []
 
@@ -465,8 +465,8 @@ class Supervisor:
         waiting = self._waiting()
         if event.name != "roll call" or not waiting:
             return []
-        since = min(self._ranks[number].since for number in waiting)
-        if any(self._ranks[number].debugged for number in self._living()):
+        since = min(self.ranks[number].since for number in waiting)
+        if any(self.ranks[number].debugged for number in self._living()):
             return [SetTimer("roll call", now + self._roll_call)]
         if now < since + self._roll_after:
             return [SetTimer("roll call", since + self._roll_after)]
@@ -480,13 +480,13 @@ class Supervisor:
 
         A group of all ranks is certain to need it; a rank that has joined as many of them as one
         that waits was there, and may leave."""
-        waiting = [number for number in self._waiting() if self._ranks[number].whole]
+        waiting = [number for number in self._waiting() if self.ranks[number].whole]
         if self._continue or not waiting or not self._alone:
             return []
-        groups = max(self._ranks[number].joined for number in waiting)
+        groups = max(self.ranks[number].joined for number in waiting)
         gone = {
             number: rank
-            for number, rank in self._ranks.items()
+            for number, rank in self.ranks.items()
             if rank.ended and not rank.failed and (rank.erred or rank.joined <= groups)
         }
         if not gone:
@@ -506,7 +506,7 @@ class Supervisor:
         if isinstance(event, CannotMeet):
             self._sure = True
             return []
-        rank = self._ranks[event.rank]
+        rank = self.ranks[event.rank]
         if isinstance(event, RankRaised):
             rank.failed = True
             self._sure = self._sure or not event.consequence
@@ -596,7 +596,7 @@ class Supervisor:
             return SETTLE_FOR_CAUSE
         apart = any(
             not (rank.ended or rank.failed or rank.joined or rank.waits)
-            for rank in self._ranks.values()
+            for rank in self.ranks.values()
         )
         return SETTLE_APART if apart else SETTLE
 
@@ -647,11 +647,11 @@ class Supervisor:
         return [*actions, SetTimer("stuck", now + STUCK_AFTER), SetTimer("grace", self._grace_over)]
 
     def _signal(self, number: int, name: str, because: str) -> Action:
-        self._ranks[number].asked = name
+        self.ranks[number].asked = name
         return SignalGroup(number, name, because)
 
     def _ended_while_stopping(self, event: RankEnded, now: float) -> list[Action]:
-        self._ranks[event.rank].ended = True
+        self.ranks[event.rank].ended = True
         actions: list[Action] = [CleanGroup(event.rank, kill=True, because=self._because)]
         if not self._living():
             return actions + self._all_ended(now)
@@ -667,7 +667,7 @@ class Supervisor:
             return []
         if event.name == "stuck":
             return [LookWhetherStuck(living, together=self._is_from_outside())]
-        asked = tuple(number for number in living if self._ranks[number].asked != "SIGKILL")
+        asked = tuple(number for number in living if self.ranks[number].asked != "SIGKILL")
         if event.name == "silent" and asked:
             return [SayWaiting(asked, self._grace, self._hurry())]
         if event.name == "grace":
@@ -715,7 +715,7 @@ class Supervisor:
         actions: list[Action] = []
         killed: list[int] = []
         for number in event.ranks:
-            rank = self._ranks[number]
+            rank = self.ranks[number]
             if rank.ended or rank.asked == "SIGKILL":
                 continue
             why = f"{rank.asked} did not reach it: its main thread stands in a call"
@@ -733,6 +733,11 @@ class Supervisor:
     def _is_in_vain(self) -> bool:
         """Return whether no living rank can end the wait of the others."""
         return self.all_wait if self._alone else self._in_vain
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether a failure has been seen that is no consequence of another one."""
+        return self._sure
 
     @property
     def all_wait(self) -> bool:
@@ -756,10 +761,10 @@ class Supervisor:
 
     def _kill(self, because: str, now: float) -> list[Action]:
         """SIGKILL the living ranks that have not got it yet."""
-        killed = tuple(one for one in self._living() if self._ranks[one].asked != "SIGKILL")
+        killed = tuple(one for one in self._living() if self.ranks[one].asked != "SIGKILL")
         if not killed:
             return []
-        asked = any(self._ranks[number].asked for number in killed)
+        asked = any(self.ranks[number].asked for number in killed)
         return [
             *(self._signal(number, "SIGKILL", because) for number in killed),
             SetTimer("patience", now + KILL_PATIENCE),
@@ -856,7 +861,7 @@ class Supervisor:
         # The lead did not know of it yet.
         if self._asked_by is not None or self._reason == "helper":
             return [AttemptOver(False, self._because)]
-        self._ranks = {}
+        self.ranks = {}
         if not self._is_ready:
             self.state = State.PREPARING
             return []
@@ -880,7 +885,7 @@ class Supervisor:
         return [*([] if self._is_over else [CleanUp(gently, because)]), Leave(status, because)]
 
     def _living(self) -> tuple[int, ...]:
-        return tuple(number for number, rank in self._ranks.items() if not rank.ended)
+        return tuple(number for number, rank in self.ranks.items() if not rank.ended)
 
 
 def _ended_well(event: RankEnded) -> bool:

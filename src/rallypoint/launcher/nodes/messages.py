@@ -54,7 +54,26 @@ class NodeMessage(msgspec.Struct, frozen=True, tag=True):
     """A message, which travels with the name of its class."""
 
 
+TO_LEAD = "lead"
+"""Name of the queue in which members put what they send."""
+
+NODES = "node/"
+"""Beginning of the keys of applicants, which end with their ids."""
+
+
+def to_node(id: str) -> str:
+    """Return the name of the queue of what the lead sends to this applicant."""
+    return f"to/{id}"
+
+
 # --- member -> lead
+
+
+class Ping(NodeMessage):
+    """A question for the lead's time, answered at once by `Pong` with the same number."""
+
+    id: str
+    number: int
 
 
 class Applicant(NodeMessage):
@@ -140,6 +159,13 @@ class NodeAnswer(NodeMessage):
 # --- lead -> member
 
 
+class Pong(NodeMessage):
+    """The lead's time: seconds since its agent's start."""
+
+    number: int
+    now: float
+
+
 class Try(NodeMessage):
     """Addresses of the lead to connect to; `Reachable` says which ones answered."""
 
@@ -183,6 +209,8 @@ class Sentence(NodeMessage):
     reports: tuple[Report, ...]
     status: int
     same: str = ""
+    at: float = 0.0  # seconds of the lead's clock when the first cause was; 0: not known
+    followed: tuple[str, ...] = ()  # lines about ranks that failed because of others
 
 
 class WaitInVain(NodeMessage):

@@ -74,6 +74,17 @@ class Member(Client):
         return self._session.left
 
     @property
+    def lead_address(self) -> tuple[str, int]:
+        """Numeric address and port at which the server is reached; ("", 0) without a
+        connection.
+        """
+        connection = self._session.connection
+        try:
+            return ("", 0) if connection is None else connection.sock.getpeername()[:2]
+        except OSError:  # another thread is just closing it
+            return "", 0
+
+    @property
     def local_address(self) -> str:
         """Address of this machine by which the server is reached; "" without a connection."""
         connection = self._session.connection

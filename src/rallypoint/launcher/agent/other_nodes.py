@@ -1,0 +1,412 @@
+"""Rest of a job that runs on several nodes: this agent joins it, hears of it, and tells it what
+happens here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import secrets
+import select
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rallypoint import __version__
+from rallypoint.clock import Clock
+from rallypoint.diagnosis import render
+from rallypoint.diagnosis.evidence import NodeEvidence
+from rallypoint.diagnosis.node_evidence import cut
+from rallypoint.errors import EnvironmentProblem, RallypointError, UsageError
+from rallypoint.host.probe import Looking
+from rallypoint.host.signals import SignalLog
+from rallypoint.launcher import exits
+from rallypoint.launcher.agent import evidence_collection, supervisor
+from rallypoint.launcher.agent.console import say_directly, shares_screen
+from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
+from rallypoint.launcher.nodes import endpoint
+from rallypoint.launcher.nodes.judgement import FailedAttempt, judge
+from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, looked
+from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
+from rallypoint.launcher.nodes.messages import (
+    AllWait,
+    Applicant,
+    Ask,
+    Dismissed,
+    EvidenceOf,
+    Failing,
+    Judge,
+    Missing,
+    NodeAnswer,
+    Over,
+    RankView,
+    Refused,
+    RollCall,
+    Seated,
+    Sentence,
+    Versions,
+    Views,
+    WaitInVain,
+)
+from rallypoint.launcher.plan import Nodes, Plan
+
+if TYPE_CHECKING:
+    from rallypoint.diagnosis.report import Report
+    from rallypoint.host.ports import HeldPort
+    from rallypoint.launcher.agent.job import Job
+    from rallypoint.launcher.agent.process_handles import RankHandle
+    from rallypoint.world import Seat
+
+ROLL_CALL_OF_NODES = 10.0
+"""Seconds without the lead after which a person is told what is waited for, then twice as many."""
+
+VIEWS_EVERY = 0.05
+"""Seconds in which changes of the ranks are collected into one message to the lead."""
+
+SENTENCE_PATIENCE = 3.0
+"""Seconds that this node waits for the lead's report: the lead gives the others one second for their
+evidence. Then this node reports what it knows.
+"""
+
+LEASE_LOOK = 0.2
+"""Seconds between looks at this node's own lease, which ends early when the lead's process does."""
+
+LEAVE_TIMEOUT = 5.0
+"""Seconds that the lead waits at the end for the other nodes to leave."""
+
+
+class StoppedWhileJoining(Exception):
+    """A signal came before all nodes had."""
+
+    def __init__(self, name: str) -> None:
+        self.status = exits.of_signal(signal.Signals[name])
+        super().__init__(name)
+
+
+class OtherNodes:
+    """The agent's link to the lead, and through it to the other nodes."""
+
+    _job: Job  # from `begin` on
+
+    def __init__(self, plan: Plan, secret: bytes, clock: Clock) -> None:
+        """Begin to look for the lead. Threads start here: every helper process must run by now."""
+        nodes = plan.nodes
+        assert nodes is not None
+        self._plan = plan
+        self._timeout = nodes.timeout
+        self._secret = secret
+        self._clock = clock
+        self._store_listener: HeldPort | None = None  # of the next attempt, on node 0
+        self._changed: set[int] = set()  # ranks about which the lead is to be told
+        self._is_told = False  # the lead knows that this attempt has failed
+        self._all_wait = False  # it has been told that all ranks here wait
+        self._evidence = NodeEvidence()
+        self._sentence: Sentence | None = None  # that came before this node was ready for it
+        self._waits_for_sentence = False
+        self._lead_host = ""
+        self._is_lost = False  # the conversation with the lead has ended
+        self._membership = Membership(
+            nodes,
+            Settings(
+                job=plan.job,
+                name=nodes.job or "none",
+                secret=endpoint.derived(secret, "coordination"),
+                node_timeout=nodes.timeout,
+                join_timeout=nodes.join_timeout,
+                master_port=plan.master_port,
+                port_range=plan.port_range,
+                max_restarts=plan.max_restarts,
+                grace=plan.grace,
+                roll_call=plan.roll_call,
+                program=plan.program.target,
+            ),
+            _applicant(plan, nodes),
+            functools.partial(judge, plan),
+            clock,
+        )
+
+    # --- joining
+
+    def join(self, signals: SignalLog, template: int) -> Seated | None:
+        """Wait for this node's seat. None when the template (`template` is its pidfd) has ended:
+        there is nothing to join with.
+
+        Raises `StoppedWhileJoining`, or the error that says why this node has no place.
+        """
+        poll = select.poll()
+        for fd in (self._membership.fileno(), signals.fileno(), template):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        told = ROLL_CALL_OF_NODES
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            stopping = [one for one in signals.read() if one != signal.SIGCHLD]
+            if stopping:
+                raise StoppedWhileJoining(stopping[0].name)
+            if template in ready:
+                return None
+            for heard in self._membership.read():
+                match heard:
+                    case Seated():
+                        self._lead_host = heard.host
+                        return heard
+                    case Missing(lines):
+                        say_directly("\n  ".join((f"rallypoint: {lines[0]}", *lines[1:])))
+                    case NotReached(because) if self._clock.elapsed() >= told:
+                        told = 2 * self._clock.elapsed()
+                        say_directly(f"rallypoint: the lead of the job is not reached: {because}")
+                    case Refused() | LeadLost():
+                        raise _error(heard)
+
+    def held(self, attempt: int) -> HeldPort | None:
+        """Return the listener where the ranks of an attempt meet, when this is node 0."""
+        lead = self._membership.lead
+        if lead is None:
+            return None
+        held, self._store_listener = lead.take(attempt)
+        return held
+
+    def open_store(self, job: str, seat: Seat) -> JobStore | StoreElsewhere:
+        """Return the job's store of an attempt: node 0 serves it. Raises as `JobStore`."""
+        secret = endpoint.derived(self._secret, f"store {seat.attempt}")
+        if self._store_listener is None:
+            return StoreElsewhere(seat.store, secret)
+        listener, self._store_listener = self._store_listener, None
+        return JobStore(job, secret, socket.socket(fileno=listener.detach()))
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._membership.close(LEAVE_TIMEOUT)
+
+    # --- hearing
+
+    def begin(self, job: Job) -> None:
+        """Hear from the lead in the job's loop from now on."""
+        self._job = job
+        job.loop.watch(self._membership.fileno(), self._on_heard)
+        self._look_at_lease(job.loop.now)
+
+    def _on_heard(self) -> None:
+        for heard in self._membership.read():
+            self._hear(heard)
+
+    def _hear(self, heard: object) -> None:
+        job = self._job
+        match heard:
+            case Seated(seat):
+                self._begin_attempt()
+                job.starter.take_seat(seat, self.held(seat.attempt))
+                job.feed(supervisor.Next(seat.attempt, seat.ranks))
+            case Judge(because, name):
+                self._is_told = True
+                job.feed(supervisor.Elsewhere(because, name))
+            case Sentence():
+                self._sentence = heard
+                if self._waits_for_sentence:
+                    self._pass_sentence(job.loop.now)
+            case Dismissed(status, _, times):
+                if times:
+                    job.console.say_hopeless(times, job.seat.attempt)
+                job.feed(supervisor.JobEnded(status))
+            case WaitInVain():
+                job.feed(supervisor.InVain())
+            case RollCall(lines, because):
+                if not self._shares_screen():
+                    job.reporter.report_roll_call(lines, because)
+            case Ask():
+                self._answer(heard)
+            case LeadLost(because):
+                self._on_lost(because)
+
+    def _look_at_lease(self, now: float) -> None:
+        """End this node's ranks when the others may take it for lost: two halves of a job must
+        never both write a checkpoint.
+        """
+        left = self._membership.left
+        if left > 0.0:
+            self._job.loop.at("lease", now + min(left, LEASE_LOOK), self._look_at_lease)
+        else:
+            self._on_lost(f"no sign of life was confirmed for {self._timeout:g} s")
+
+    def _on_lost(self, because: str) -> None:
+        """End the ranks: the conversation with the lead is over."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._job.feed(supervisor.Isolated(because))
+
+    def _begin_attempt(self) -> None:
+        self._is_told = self._all_wait = False
+        self._sentence = None
+
+    def _shares_screen(self) -> bool:
+        """Return whether node 0 shows everything on the screen that this node has, too."""
+        return self._job.seat.node > 0 and shares_screen(os.environ)
+
+    # --- telling
+
+    def note(self, event: supervisor.JobEvent) -> None:
+        """Have the lead told of a rank about which something has changed, soon."""
+        if isinstance(event, supervisor.Stuck):
+            waits = self._job.supervisor.all_wait
+            if waits or self._all_wait:  # again at every look: the lead forgets it at each end
+                self._membership.send(AllWait(self._job.seat.node, waits))
+            self._all_wait = waits
+        elif isinstance(event, _OF_A_RANK):
+            if not self._changed:
+                loop = self._job.loop
+                loop.at("views", loop.now + VIEWS_EVERY, self._send_views)
+            self._changed.add(event.rank)
+
+    def _send_views(self, now: float) -> None:
+        job = self._job
+        handles = [handle for handle in job.ranks if handle.rank in self._changed]
+        self._changed.clear()
+        if not handles:
+            return
+        views = tuple(_view(handle, job.supervisor.ranks[handle.rank], now) for handle in handles)
+        self._membership.send(Views(job.seat.node, views))
+
+    def failing(self, because: str, *, signal: str = "") -> None:
+        """Tell the lead that this node judges, unless the lead has said so itself; and of every
+        signal.
+        """
+        if signal or not self._is_told:
+            self._is_told = True
+            job = self._job
+            sure = bool(signal) or job.supervisor.is_sure
+            self._membership.send(Failing(job.seat.node, because, sure, signal))
+
+    def over(self, well: bool) -> None:
+        """Tell the lead that every rank of the attempt has ended here. It is the last word of this
+        attempt.
+        """
+        self._job.loop.cancel("views")
+        self._send_views(self._job.loop.now)
+        self._membership.send(Over(self._job.seat.node, well))
+
+    # --- the report
+
+    def judge(self, evidence: NodeEvidence) -> None:
+        """Send this node's evidence; the lead's report is shown when it comes."""
+        self._evidence = msgspec.structs.replace(
+            evidence, offset=self._membership.offset, error=self._membership.error
+        )
+        self._waits_for_sentence = True
+        self._membership.send(EvidenceOf(self._job.seat.node, cut(self._evidence)))
+        loop = self._job.loop
+        loop.at("sentence", loop.now + SENTENCE_PATIENCE, self._pass_sentence)
+        if self._sentence is not None:
+            self._pass_sentence(loop.now)
+
+    def judge_problem(self, problem: Report) -> None:
+        """Send why no rank could be started on this node."""
+        host = os.uname().nodename
+        self.judge(NodeEvidence(node=self._job.seat.node, host=host, problem=problem))
+
+    def _pass_sentence(self, now: float) -> None:
+        """Show the lead's report, or this node's own when the lead's does not come."""
+        job = self._job
+        job.loop.cancel("sentence")
+        sentence, self._sentence, self._waits_for_sentence = self._sentence, None, False
+        if sentence is None:
+            seat = job.seat
+            alone = FailedAttempt({seat.node: self._evidence}, world_size=seat.world.size)
+            sentence = judge(self._plan, alone)
+        self._show(sentence)
+        job.feed(supervisor.Judged(sentence.status, sentence.same))
+
+    def _show(self, sentence: Sentence) -> None:
+        """Show the reports: whole on every screen, one line where node 0 shares the screen."""
+        seat, host, first = self._job.seat, os.uname().nodename, sentence.reports[0]
+        now = self._clock.elapsed() + self._membership.offset
+        after = now - sentence.at if sentence.at else None
+        self._job.reporter.show(
+            sentence.reports,
+            sentence.followed,
+            here=render.own_part(first, seat.node, host, seat.ranks, after),
+            brief=render.in_one_line(first, seat.node, host) if self._shares_screen() else "",
+        )
+
+    def report_of_loss(self, because: str) -> Report:
+        """Return the report on the end of the conversation with the lead, with what a look at the
+        lead's host and at other nodes shows.
+        """
+        from rallypoint.diagnosis.causes import nodes
+
+        (address, port), buddies = self._membership.lead_address, self._job.seat.buddies
+        looks = [Looking(one, port, b"", LOOK_TIMEOUT) for one in (address, *buddies)]
+        lead, *others = [(look.address[0], looked(look, 2 * LOOK_TIMEOUT)) for look in looks]
+        answering = next((ip for ip, seen in others if seen == "refused"), "")
+        silent = 0.0 if lead[1] == "refused" else self._timeout
+        if lead[1] == "refused" or answering:
+            return nodes.lead_lost(
+                self._lead_host, silent=silent, looked=lead[1], address=address, buddy=answering
+            )
+        tried = tuple(f"{ip}: {seen}" for ip, seen in (lead, *others))
+        here = os.uname().nodename
+        return nodes.node_isolated(here, self._lead_host, silent=silent, tried=tried)
+
+    def _answer(self, question: Ask) -> None:
+        """Answer the lead's question where ranks of this node are."""
+        evidence_collection.locate(
+            self._job,
+            question.ranks,
+            lambda ranks, states: self._membership.send(
+                NodeAnswer(self._job.seat.node, question.number, ranks, states)
+            ),
+        )
+
+
+_OF_A_RANK = (
+    supervisor.PhaseEntered,
+    supervisor.Erred,
+    supervisor.RankRaised,
+    supervisor.Debugged,
+    supervisor.RankEnded,
+)
+
+
+def _view(handle: RankHandle, known: supervisor.RankState, now: float) -> RankView:
+    """Return what the lead needs to know of a rank."""
+    ended = handle.ended
+    return RankView(
+        handle.rank,
+        handle.phase,
+        max(0.0, now - handle.phase_at),
+        handle.meeting,
+        handle.at_held,
+        (ended.code, ended.signal) if ended is not None else None,
+        known.failed,
+        known.erred,
+        known.joined,
+        known.debugged,
+    )
+
+
+def _applicant(plan: Plan, nodes: Nodes) -> Applicant:
+    """Return this node as it applies for a place."""
+    program = (plan.program.kind, plan.program.target, *plan.program.args)
+    return Applicant(
+        id=secrets.token_hex(8),
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        slots=plan.slots,
+        nnodes=nodes.count,
+        versions=Versions(__version__, plan.torch, platform.python_version()),
+        digest=hashlib.sha256("\0".join(program).encode()).hexdigest(),
+        node_rank=nodes.rank,
+    )
+
+
+def _error(heard: Refused | LeadLost) -> RallypointError:
+    """Return the error that says why this node has no place."""
+    if isinstance(heard, Refused):
+        kind = UsageError if heard.status == exits.USAGE else EnvironmentProblem
+        return kind(heard.code, heard.headline, why=heard.why, help=heard.help)
+    return heard.problem or EnvironmentProblem(
+        "lead-lost", f"the lead of the job was lost before all nodes had come: {heard.because}"
+    )

@@ -1,0 +1,384 @@
+"""Lead of a job on several nodes: it serves the coordination store, and carries out what `joining`
+and `lead` decide.
+
+It runs in threads of the agent of node 0: the store's own, two that wait for what the nodes send,
+and one that decides. That node's agent is a member like all others.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.evidence import Look, LostNode
+from rallypoint.errors import RallypointError
+from rallypoint.host import ports
+from rallypoint.host.ports import HeldPort
+from rallypoint.host.probe import Looking
+from rallypoint.launcher.nodes import joining, lead, messages
+from rallypoint.launcher.nodes.endpoint import Claim
+from rallypoint.launcher.nodes.joining import Joining, NodeEvent
+from rallypoint.launcher.nodes.judgement import FailedAttempt
+from rallypoint.launcher.nodes.lead import Lead
+from rallypoint.launcher.nodes.messages import (
+    Applicant,
+    NodeMessage,
+    Offers,
+    Ping,
+    Pong,
+    Reachable,
+    Sentence,
+)
+from rallypoint.launcher.nodes.refusals import Decision, Refuse
+from rallypoint.launcher.restarts import Restarts
+from rallypoint.primitives.queue import Queue
+from rallypoint.store.client.client import ABSENT
+from rallypoint.store.client.member import Member
+from rallypoint.store.server.server import Server
+from rallypoint.world import Seat
+
+LOOK_TIMEOUT = 1.0
+"""Seconds of a look at the host of a node that is lost: a host that is up refuses in milliseconds."""
+
+LOOK_PATIENCE = 0.5
+"""Seconds that a report waits for such a look. Evidence of the other nodes comes meanwhile."""
+
+
+class Settings(NamedTuple):
+    """Options of the job that the lead decides by."""
+
+    job: str  # the job's id, and the name of its runs
+    name: str  # of --rdzv-id, for the proof
+    secret: bytes  # of the coordination store
+    node_timeout: float
+    join_timeout: float
+    master_port: int  # where the ranks meet; 0: any free port
+    port_range: tuple[int, int] | None
+    max_restarts: int
+    grace: float
+    roll_call: float
+    program: str
+
+
+class LeadRunner:
+    """The lead's threads. Made when this node is to lead."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        settings: Settings,
+        applicant: Applicant,
+        judge: Callable[[FailedAttempt], Sentence],
+        clock: Clock,
+    ) -> None:
+        """`applicant`: this node's own. `judge` is called by the lead's thread. `clock`: of this
+        agent, to which the times of all nodes are shifted."""
+        self._claim = claim
+        self._settings = settings
+        self._judge = judge
+        self._clock = clock
+        self._wildcard = claim.held.host
+        self.place = (_own_address(claim.held.host), claim.held.port)
+        self._held: dict[int, tuple[HeldPort, HeldPort]] = {}
+        self._holding = threading.Lock()
+        offers = self._hold(0)
+        found = msgspec.structs.replace(applicant, offers=offers)
+        self._joining = Joining(found, timeout=settings.join_timeout, now=self._clock.monotonic())
+        self._lead: Lead | None = None
+        self._applicants: dict[str, Applicant] = {}
+        self._looks: dict[int, Looking] = {}
+        self._lost_at: dict[int, float] = {}
+        self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
+        self._everyone_left = threading.Event()
+        self._attempt = 0
+        listener = socket.socket(fileno=claim.held.detach())
+        self._server = Server(
+            listeners=[listener], secret=settings.secret, job=settings.name, local=False
+        )
+        self._server.start()
+        try:
+            self._store = Member.join(
+                [self.place],
+                settings.secret,
+                job=settings.name,
+                ttl=settings.node_timeout,
+                timeout=settings.node_timeout,
+            )
+            for name, target in (
+                ("hear", self._hear),
+                ("watch", self._watch),
+                ("lead", self._run),
+            ):
+                start_thread(name, target)
+        except BaseException:
+            self._server.stop("the lead could not be started")
+            self._release()
+            raise
+
+    # --- for the agent of this node
+
+    def take(self, attempt: int) -> tuple[HeldPort, HeldPort]:
+        """Return the listeners of an attempt, which become the caller's: where its ranks meet, and
+        of its store.
+        """
+        with self._holding:
+            return self._held.pop(attempt)
+
+    def close(self, timeout: float) -> None:
+        """End the coordination when all other nodes have left, at most `timeout` seconds from
+        now.
+        """
+        self._everyone_left.wait(timeout)
+        self._inbox.put(None)
+        self._server.stop("the job is over")
+        self._store.close()
+        self._release()
+
+    def _release(self) -> None:
+        with self._holding:
+            for pair in self._held.values():
+                for held in pair:
+                    held.release()
+            self._held.clear()
+        self._claim.release()
+
+    def _hold(self, attempt: int) -> Offers:
+        """Bind what the attempt needs on this node, before any node is told of it."""
+        settings = self._settings
+        meeting = ports.hold_port(settings.master_port, self._wildcard, settings.port_range)
+        try:
+            store = ports.hold_port(0, self._wildcard, settings.port_range)
+        except BaseException:
+            meeting.release()
+            raise
+        with self._holding:
+            self._held[attempt] = (meeting, store)
+        return Offers(meeting.port, store.port)
+
+    # --- threads that wait
+
+    def _hear(self) -> None:
+        """Take what the nodes send, until the server stops."""
+        orders = Queue(self._store, messages.TO_LEAD)
+        while True:
+            try:
+                data = orders.get()
+            except RallypointError:
+                return
+            message = messages.decode(data)
+            if isinstance(message, Ping):  # at once: it measures
+                self._send(message.id, Pong(message.number, self._clock.elapsed()))
+            else:
+                self._inbox.put(message)
+
+    def _watch(self) -> None:
+        """Take which nodes come and go, until the server stops."""
+        try:
+            changes = self._store.watch(messages.NODES)
+            for key, value in self._store.items(messages.NODES):
+                self._changed(key, value)
+            for change in changes:
+                self._changed(change.key, change.value)
+        except RallypointError:
+            return
+
+    def _changed(self, key: str, value: object) -> None:
+        if value is ABSENT:
+            self._inbox.put(joining.Went(key.removeprefix(messages.NODES)))
+        elif isinstance(value, bytes):
+            applicant = messages.decode(value)
+            assert isinstance(applicant, Applicant)
+            self._inbox.put(joining.Came(applicant))
+
+    # --- the thread that decides
+
+    def _run(self) -> None:
+        while True:
+            due = min(self._joining.due, self._lead.due if self._lead is not None else math.inf)
+            wait = None if due == math.inf else max(0.0, due - self._clock.monotonic())
+            try:
+                event = self._inbox.get(timeout=wait)
+            except queue.Empty:
+                event = joining.Tick()
+            if event is None:
+                return
+            try:
+                self._handle(event)
+            except RallypointError:  # the server was stopped meanwhile
+                return
+
+    def _handle(self, event: NodeEvent | NodeMessage) -> None:
+        if isinstance(event, joining.Came):
+            self._applicants[event.applicant.id] = event.applicant
+        elif isinstance(event, joining.Went):
+            self._went(event.id)
+        now = self._clock.monotonic()
+        if self._lead is not None:
+            for decision in self._lead.handle(event, now):
+                self._do(decision)
+        if isinstance(event, NodeEvent | Reachable):
+            for refusal in self._joining.handle(event, now):
+                self._do(refusal)
+
+    def _went(self, id: str) -> None:
+        """Note that a node has left, or is lost: it is the same to whoever waits for it."""
+        gone = self._applicants.pop(id, None)
+        if gone is None:
+            return
+        if len(self._applicants) <= 1:
+            self._everyone_left.set()
+        node = self._joining.nodes.get(id)
+        if self._lead is None or node is None:
+            return
+        if gone.addresses and self._lead.state is not lead.Phase.OVER:
+            self._looks[node] = Looking(gone.addresses[0], self.place[1], b"", LOOK_TIMEOUT)
+        self._lost_at[node] = self._clock.elapsed()
+        self._inbox.put(lead.Lost(node, "no sign of life came from its launcher"))
+
+    def _do(self, decision: Decision | NodeMessage) -> None:
+        settings = self._settings
+        match decision:
+            case Refuse(id=id):
+                refused = {name: getattr(decision, name) for name in _PARTS}
+                self._send(id, messages.Refused(**refused))
+            case joining.TellMissing(lines):
+                self._send_all(messages.Missing(lines))
+            case joining.TryAddresses(id, addresses):
+                self._send(id, messages.Try(addresses))
+            case joining.Form(seats, world):
+                self._lead = Lead(
+                    world,
+                    self._joining.hosts,
+                    now=self._clock.monotonic(),
+                    restarts=Restarts(settings.max_restarts),
+                    grace=settings.grace,
+                    roll_call=settings.roll_call,
+                    program=settings.program,
+                )
+                self._seat(seats)
+            case lead.NextAttempt(attempt):
+                self._attempt = attempt
+                self._lost_at.clear()
+                self._looks.clear()
+                self._seat(self._joining.seats(attempt, self._hold(attempt)))
+            case lead.JudgeAll(but, because, name):
+                self._send_all(messages.Judge(because, name), but=but)
+            case lead.Diagnose():
+                self._diagnose(decision)
+            case lead.SentenceAll():
+                self._send_all(self._sentence)
+            case lead.DismissAll(status, because, times):
+                self._send_all(messages.Dismissed(status, because, times))
+            case lead.AskNodes(nodes, number):
+                for node, ranks in nodes.items():
+                    self._send_to(node, messages.Ask("roll-call", number, ranks))
+            case lead.InVainAll(because):
+                self._send_all(messages.WaitInVain(because))
+            case messages.RollCall():
+                self._send_all(decision)
+
+    def _seat(self, seats: Mapping[str, Seat]) -> None:
+        for id, seat in seats.items():
+            self._held_address = f"{seat.master_addr}:{seat.master_port}"
+            seated = messages.Seated(seat, self._settings.job, self._joining.hosts[0])
+            self._send(id, seated)
+
+    def _diagnose(self, decision: lead.Diagnose) -> None:
+        """Judge, with what was seen of the hosts of lost nodes by now."""
+        until = self._clock.monotonic() + LOOK_PATIENCE
+        lost = tuple(self._lost(node, until) for node in decision.lost)
+        sentence = self._judge(
+            FailedAttempt(
+                decision.evidence,
+                lost,
+                decision.misfit,
+                decision.because,
+                decision.signal,
+                self._joining.world.size,
+                self._attempt,
+                self._held_address,
+            )
+        )
+        self._inbox.put(lead.Diagnosed(sentence.status, sentence.same, sentence.reports))
+        self._sentence = sentence
+
+    def _lost(self, node: int, until: float) -> LostNode:
+        look = self._looks.get(node)
+        assert self._lead is not None
+        left = max(0.0, until - self._clock.monotonic())
+        outcome = looked(look, left) if look is not None else ""
+        is_up = outcome == "refused"
+        return LostNode(
+            node,
+            self._joining.hosts[node],
+            tuple(self._joining.world.ranks(node)),
+            "connection ended" if is_up else "lease over",
+            self._lost_at.get(node, self._clock.elapsed()),
+            0.0 if is_up else self._settings.node_timeout,
+            outcome,
+            look.address[0] if look is not None else "",
+            self._lead.ranks.have_started(node),
+        )
+
+    # --- sending
+
+    def _send_all(self, message: NodeMessage, but: int = -1) -> None:
+        nodes = self._joining.nodes
+        data = messages.encode(message)
+        for id in [*self._applicants]:
+            if but < 0 or nodes.get(id) != but:
+                Queue(self._store, messages.to_node(id)).put(data)
+
+    def _send_to(self, node: int, message: NodeMessage) -> None:
+        for id, number in self._joining.nodes.items():
+            if number == node:
+                self._send(id, message)
+
+    def _send(self, id: str, message: NodeMessage) -> None:
+        Queue(self._store, messages.to_node(id)).put(messages.encode(message))
+
+
+# Whatever answers at the old port, the host is up, and the launcher that was there is gone.
+_LOOKED: dict[str, Look] = {
+    "refused": "refused",
+    "answered": "refused",
+    "closed": "refused",
+    "silent": "silent",
+    "dropped": "dropped",
+    "unreachable": "unreachable",
+}
+
+
+def looked(look: Looking, timeout: float) -> Look:
+    """Return what a look at another node's host has shown within so many seconds: a host that
+    refuses is up.
+    """
+    seen = look.wait(timeout)
+    return _LOOKED.get(seen.outcome, "dropped") if seen is not None else "dropped"
+
+
+_PARTS = ("code", "headline", "why", "help", "status")
+
+
+def _own_address(listens_on: str) -> str:
+    """Return the address by which this machine reaches a listener of its own."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listens_on, listens_on)
+
+
+def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    """Start a thread that no signal wakes: they are the agent's loop's."""
+    thread = threading.Thread(target=target, name=f"rallypoint: {name}", daemon=True)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return thread

@@ -1,0 +1,293 @@
+"""An agent's side of a job on several nodes: it finds the lead, hears from it, and tells it.
+
+Threads do the waiting: one finds the lead and then takes what it sends, one sends. The agent's loop
+reads what has come when `fileno` is readable, and never waits for the network.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from rallypoint.clock import Clock
+from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable
+from rallypoint.host.interfaces import interfaces
+from rallypoint.host.probe import Looking
+from rallypoint.launcher.nodes import endpoint, messages
+from rallypoint.launcher.nodes.judgement import FailedAttempt
+from rallypoint.launcher.nodes.lead_runner import (
+    LOOK_TIMEOUT,
+    LeadRunner,
+    Settings,
+    start_thread,
+)
+from rallypoint.launcher.nodes.messages import (
+    Applicant,
+    NodeMessage,
+    Ping,
+    Pong,
+    Seated,
+    Sentence,
+    Try,
+)
+from rallypoint.launcher.plan import Nodes
+from rallypoint.primitives.queue import Queue
+from rallypoint.store.client.member import Member
+from rallypoint.world import Seat
+
+TRY_TIMEOUT = 2.0
+"""Seconds of one try to reach the lead. Its name and the node that leads are looked up anew for each."""
+
+FOLDER_LOOK = 0.2
+"""Seconds between looks at the folder on a shared disk: nobody tells of a change there."""
+
+FINAL = frozenset({"wrong-secret", "wrong-job", "version-skew"})
+"""Codes of a refusal by a store of ours: trying again gives the same answer."""
+
+PINGS = 8
+"""Round trips by which the clocks are compared: the shortest counts, and one in eight is not
+delayed on a busy machine.
+"""
+
+LEAVE_TIMEOUT = 2.0
+"""Seconds that threads get to end; the process goes without them then."""
+
+
+class LeadLost(msgspec.Struct, frozen=True):
+    """End of the conversation with the lead: nothing more comes."""
+
+    because: str
+    problem: RallypointError | None = None  # why there never was one
+
+
+class NotReached(msgspec.Struct, frozen=True):
+    """Word that the lead was not reached so far."""
+
+    because: str
+
+
+Heard = NodeMessage | LeadLost | NotReached
+
+
+class Membership:
+    """Place of this agent in a job on several nodes. On the node that leads it owns the lead,
+    too.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        settings: Settings,
+        applicant: Applicant,
+        judge: Callable[[FailedAttempt], Sentence],
+        clock: Clock,
+    ) -> None:
+        """`applicant`: this node, as far as it is known before the lead is reached. `settings` and
+        `judge` are for the lead, when this node is to lead.
+        """
+        self.lead: LeadRunner | None = None  # when this node leads
+        # Seconds to add to a time of this agent's clock for the lead's, and how wrong that may be.
+        self.offset, self.error = 0.0, 0.0
+        # Numeric address and port at which this node reaches the lead, once it has.
+        self.lead_address = ("", 0)
+        self._nodes = nodes
+        self._settings = settings
+        self._applicant = applicant
+        self._own_address = ""  # from which this node reaches the lead
+        self._judge = judge
+        self._clock = clock
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._heard: deque[Heard] = deque()
+        self._to_send: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
+        self._member: Member | None = None
+        self._leaving = threading.Event()
+        self._thread = start_thread("join", self._run)
+
+    def __repr__(self) -> str:
+        where = self._member.address if self._member is not None else "not joined"
+        return f"<Membership {self._applicant.id}: {where}{', leads' if self.lead else ''}>"
+
+    # --- for the agent's loop
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when something has come."""
+        return self._wake
+
+    def read(self) -> list[Heard]:
+        """Return what has come since the last call, oldest first. Does not wait."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return []
+        return [self._heard.popleft() for _ in range(len(self._heard))]
+
+    def send(self, message: NodeMessage) -> None:
+        """Have a message sent to the lead. Does not wait."""
+        self._to_send.put(message)
+
+    @property
+    def left(self) -> float:
+        """Seconds after which the others may take this node for lost; 0 when they may have."""
+        return self._member.left if self._member is not None else 0.0
+
+    def _interface(self, seat: Seat) -> str:
+        """Return the interface by which this node reaches the others; "" when it is not known. The
+        lead's is that of the address at which they reach it.
+        """
+        own = self._own_address if self.lead is None else seat.master_addr
+        for one in interfaces():
+            if any(address.ip == own for address in one.addresses):
+                return one.name
+        return ""
+
+    def close(self, timeout: float) -> None:
+        """Leave the job, with all that was to be sent. A lead waits up to `timeout` seconds for
+        the other nodes to leave.
+        """
+        self._leaving.set()
+        self._to_send.put(None)
+        if self._member is not None:
+            self._member.close()
+        if self.lead is not None:
+            self.lead.close(timeout)
+        self._thread.join(LEAVE_TIMEOUT)
+
+    # --- threads
+
+    def _put(self, heard: Heard) -> None:
+        self._heard.append(heard)
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            member = self._join()
+            if member is None:
+                return
+            orders = Queue(member, messages.to_node(self._applicant.id))
+            self._compare_clocks(member, orders.get)
+            self._enter(member)
+            sending = start_thread("tell", lambda: self._send_all(member))
+            while not self._leaving.is_set():
+                self._receive(messages.decode(orders.get()))
+            sending.join(LEAVE_TIMEOUT)
+        except RallypointError as error:
+            if not self._leaving.is_set():
+                self._put(LeadLost(str(error), error if self._member is None else None))
+
+    def _join(self) -> Member | None:
+        """Find the lead, or become it. None when the agent leaves meanwhile."""
+        nodes, settings = self._nodes, self._settings
+        began = self._clock.elapsed()
+        while not self._leaving.is_set():
+            left = nodes.join_timeout - (self._clock.elapsed() - began)
+            places = self._places()
+            if not places:
+                self._nobody_yet(left)
+                continue
+            try:
+                member = Member.join(
+                    places,
+                    settings.secret,
+                    job=settings.name,
+                    ttl=nodes.timeout,
+                    timeout=max(0.1, min(TRY_TIMEOUT, left)),
+                )
+            except StoreUnreachable as error:
+                if error.code in FINAL:
+                    raise
+                if left <= 0:
+                    raise _timed_out(nodes, str(error), *error.why) from None
+                self._put(NotReached(str(error)))
+                continue
+            self._member = member
+            if not self._leaving.is_set():
+                return member
+            member.close()
+        return None
+
+    def _nobody_yet(self, left: float) -> None:
+        """Wait a little for the lead to write where it is. Raises `join-timeout`."""
+        because = f"the folder {self._nodes.folder} does not say yet where it is"
+        if left <= 0:
+            raise _timed_out(self._nodes, because)
+        self._put(NotReached(because))
+        self._leaving.wait(FOLDER_LOOK)
+
+    def _places(self) -> list[tuple[str, int]]:
+        if self.lead is None:
+            claimed = endpoint.claim(self._nodes, self._settings.port_range)
+            if claimed is not None:
+                self.lead = LeadRunner(
+                    claimed, self._settings, self._applicant, self._judge, self._clock
+                )
+        return [self.lead.place] if self.lead is not None else endpoint.places(self._nodes)
+
+    def _compare_clocks(self, member: Member, take: Callable[[], bytes]) -> None:
+        """Measure how far the lead's clock is from this agent's (Cristian's algorithm: the answer
+        was given in the middle of the shortest round trip, give or take half of it).
+        """
+        if self.lead is not None:
+            return
+        asking = Queue(member, messages.TO_LEAD)
+        best = None
+        for number in range(PINGS):
+            sent = self._clock.elapsed()
+            asking.put(messages.encode(Ping(self._applicant.id, number)))
+            pong = messages.decode(take())
+            came = self._clock.elapsed()
+            if isinstance(pong, Pong) and (best is None or came - sent < best):
+                best = came - sent
+                self.offset = pong.now - (sent + came) / 2
+                self.error = best / 2
+
+    def _enter(self, member: Member) -> None:
+        """Apply for a place: the lead watches these keys, which go with their sessions."""
+        own = self._own_address = member.local_address
+        self.lead_address = member.lead_address
+        applicant = msgspec.structs.replace(
+            self._applicant, reached=self.lead_address[0], addresses=(own,) if own else ()
+        )
+        member.set(messages.NODES + applicant.id, messages.encode(applicant), ephemeral=True)
+
+    def _receive(self, message: NodeMessage) -> None:
+        match message:
+            case Try(addresses):
+                port = self.lead_address[1]
+                looks = [Looking(one, port, b"", LOOK_TIMEOUT) for one in addresses]
+                seen = [(look.address[0], look.wait(2 * LOOK_TIMEOUT)) for look in looks]
+                reached = tuple(
+                    ip
+                    for ip, found in seen
+                    if found is not None and found.outcome in ("answered", "silent", "closed")
+                )
+                self.send(messages.Reachable(self._applicant.id, reached))
+            case Seated(seat):
+                seat = msgspec.structs.replace(seat, interface=self._interface(seat))
+                self._put(msgspec.structs.replace(message, seat=seat))
+            case _:
+                self._put(message)
+
+    def _send_all(self, member: Member) -> None:
+        orders = Queue(member, messages.TO_LEAD)
+        try:
+            while (message := self._to_send.get()) is not None:
+                orders.put(messages.encode(message))
+        except RallypointError:
+            return  # the thread that hears says so
+
+
+def _timed_out(nodes: Nodes, *why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        "join-timeout",
+        f"the lead of the job was not reached within {nodes.join_timeout:g} s",
+        why=why,
+        help=(
+            ("look whether the launcher of node 0 runs, and whether a firewall is between", ""),
+            ("or give it more time", "--rdzv-conf join_timeout=1200"),
+        ),
+    )
