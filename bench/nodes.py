@@ -46,9 +46,9 @@ def command(who: str, node: Node, ranks: int, job: str, folder: Path, script: st
     """Return the command line of one node."""
     cluster = node.cluster
     options = ["--nnodes", str(cluster.count), "--nproc-per-node", str(ranks)]
+    options += ["--node-rank", str(node.number)]  # torchrun's c10d gives places as nodes come
     if who == STATIC:
-        options += ["--node-rank", str(node.number), "--master-addr", cluster[0].address]
-        options += ["--master-port", str(PORT)]
+        options += ["--master-addr", cluster[0].address, "--master-port", str(PORT)]
     else:
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{cluster[0].name}:{PORT}"]
         options += ["--rdzv-id", job]
@@ -188,9 +188,8 @@ def _imports(turn: int) -> Sample:
 
 
 def _kill_rank(job: Job, number: int) -> None:
-    first = number * job.ranks
-    pids = [mark.pid for mark in job.runs[number].marks("looping") if mark.rank == first]
-    harness.send(pids[0], signal.SIGKILL)
+    first = min(job.runs[number].marks("looping"), key=lambda mark: mark.rank)
+    harness.send(first.pid, signal.SIGKILL)
 
 
 FAULTS: Mapping[str, Callable[[Job, int], None]] = {

@@ -22,11 +22,17 @@ from bench.outcome import Outcome
 RANKS = 2
 """Ranks of each node."""
 
+END_TIMEOUT = 5.0
+"""Seconds from when a launcher has left its namespaces until its exit status is there."""
+
 WITHIN = 10.0
 """Seconds after a fault in which every node that can speak has reported and is free. The promise is
 three; how many were slower is counted."""
 
 PROMISED = 3.0
+
+SEEN_AS_DEAD = ("agent-killed", "node-killed", "node-frozen")
+"""Faults after which the host itself still answers."""
 
 KINDS = (*FAULTS, "flap")
 
@@ -54,6 +60,9 @@ def truths(kind: str, count: int, number: int) -> dict[int, Truth]:
         return dict.fromkeys(everybody, Truth(("rank-killed",), rank=number * RANKS))
     lost = Truth(("lead-lost",) if number == 0 else ("node-lost",), _names(number))
     found = dict.fromkeys((other for other in everybody if other != number), lost)
+    if number == 0 and count == 2 and kind not in SEEN_AS_DEAD:
+        # nobody else is there to ask who of the two is cut off
+        found[1] = Truth(("lead-lost", "node-isolated"))
     if kind in ("agent-killed", "node-killed"):
         return found
     # A node that is cut off cannot tell whether it is itself or all the others. Of two nodes the
@@ -170,7 +179,7 @@ def judge(truth: Truth, run: Run) -> tuple[str, str]:
     named = not truth.words or any(word in first["headline"] for word in truth.words)
     ranks = truth.rank is None or first.get("ranks") == [truth.rank]
     if first["code"] in truth.codes and named and ranks:
-        status = run.process.poll()
+        status = run.wait(END_TIMEOUT)
         return ("right", said) if status else ("wrong", f"{said}; and exit status {status}")
     if first["code"] == "cause-unknown" or confidence != "certain":
         return "not known", said
