@@ -75,6 +75,8 @@ def _why(node: LostNode) -> str:
     how = "the connection of its launcher ended, and it did not come back"
     if node.how == "lease over":
         how = f"nothing was heard of its launcher for {node.silent:.1f} s"
+        if node.looked == "refused":
+            return f"{how}; {node.address or node.host} answers: the host is up, and the launcher stands still or is cut off"
     return "; ".join(filter(None, (how, _seen(node.looked, node.address or node.host))))
 
 
@@ -84,10 +86,10 @@ def _seen(looked: Look, address: str) -> str:
 
 def _help(node: LostNode) -> Help:
     host = node.host or node.address
-    if node.looked == "refused":
+    if node.looked == "refused" and node.how != "lease over":
         ended = "see on that host whether the kernel killed the launcher for lack of memory"
         return Help(ended, f"ssh {host} \"sudo dmesg -T | grep -i 'killed process'\"")
-    if node.looked == "silent":
+    if node.looked in ("silent", "refused"):
         return Help(
             "see whether the launcher stands still there (state T)",
             f"ssh {host} ps -eo pid,stat,args",
@@ -121,19 +123,27 @@ def lead_lost(
     )
 
 
-def node_isolated(host: str, lead: str, *, silent: float, tried: Sequence[str] = ()) -> Report:
+def node_isolated(
+    host: str, lead: str, *, silent: float, tried: Sequence[str] = (), still: float = 0.0
+) -> Report:
     """Tell on a node that it reaches nobody of its job. `lead`: host of node 0; `tried`: a line for
-    each address that was tried, with what came of it.
+    each address that was tried, with what came of it. `still`: seconds that this launcher itself
+    stood still, which is then the reason.
     """
+    why = f"no answer has come from node 0 ({lead}) for {silent:.1f} s"
+    if still:
+        why = f"its launcher stood still for {still:.1f} s (a signal, a debugger, a suspended machine): the others could not wait for it"
+    elif tried:
+        why += ", and the others do not answer either"
     return Report(
         code="node-isolated",
         headline=f"this node ({host}) has lost all others of the job",
-        why=f"no answer has come from node 0 ({lead}) for {silent:.1f} s, and the others do not answer either"
-        if tried
-        else f"no answer has come from node 0 ({lead}) for {silent:.1f} s",
-        evidence=listed(tried),
+        why=why,
+        evidence=() if still else listed(tried),
         then="its ranks were stopped, so that no two halves of a job write the same checkpoint",
-        help=(
+        help=()
+        if still
+        else (
             Help("see whether its link is up, and carries packets", "ip -s -brief link"),
             Help("and whether it reaches node 0", f"ping -c 3 {lead}"),
         ),

@@ -75,6 +75,11 @@ evidence. Then this node reports what it knows.
 LEASE_LOOK = 0.2
 """Seconds between looks at this node's own lease, which ends early when the lead's process does."""
 
+STOOD_STILL = 0.8
+"""Seconds by which a look at the lease must be late to show that this process was stopped: a busy
+machine delays it by less.
+"""
+
 LEAVE_TIMEOUT = 5.0
 """Seconds that the lead waits at the end for the other nodes to leave."""
 
@@ -108,6 +113,8 @@ class OtherNodes:
         self._sentence: Sentence | None = None  # that came before this node was ready for it
         self._waits_for_sentence = False
         self._lead_host = ""
+        self._lease_due = 0.0  # when this node is to look at its lease
+        self._stood_still = 0.0  # seconds by which the last look was late
         self._is_lost = False  # the conversation with the lead has ended
         self._membership = Membership(
             nodes,
@@ -187,6 +194,7 @@ class OtherNodes:
     def begin(self, job: Job) -> None:
         """Hear from the lead in the job's loop from now on."""
         self._job = job
+        self._lease_due = job.loop.now
         job.loop.watch(self._membership.fileno(), self._on_heard)
         self._look_at_lease(job.loop.now)
 
@@ -226,9 +234,11 @@ class OtherNodes:
         """End this node's ranks when the others may take it for lost: two halves of a job must
         never both write a checkpoint.
         """
-        left = self._membership.left
+        left, late = self._membership.left, now - self._lease_due
+        self._stood_still = late if late > STOOD_STILL else 0.0
         if left > 0.0:
-            self._job.loop.at("lease", now + min(left, LEASE_LOOK), self._look_at_lease)
+            self._lease_due = now + min(left, LEASE_LOOK)
+            self._job.loop.at("lease", self._lease_due, self._look_at_lease)
         else:
             self._on_lost(f"no sign of life was confirmed for {self._timeout:g} s")
 
@@ -337,18 +347,21 @@ class OtherNodes:
         """
         from rallypoint.diagnosis.causes import nodes
 
+        here, lead_host = os.uname().nodename, self._lead_host
+        if self._stood_still:
+            still = self._stood_still
+            return nodes.node_isolated(here, lead_host, silent=still, still=still)
         (address, port), buddies = self._membership.lead_address, self._job.seat.buddies
         looks = [Looking(one, port, b"", LOOK_TIMEOUT) for one in (address, *buddies)]
         lead, *others = [(look.address[0], looked(look, 2 * LOOK_TIMEOUT)) for look in looks]
         answering = next((ip for ip, seen in others if seen == "refused"), "")
         silent = 0.0 if lead[1] == "refused" else self._timeout
-        if lead[1] == "refused" or answering:
+        if lead[1] in ("refused", "silent") or answering:
             return nodes.lead_lost(
                 self._lead_host, silent=silent, looked=lead[1], address=address, buddy=answering
             )
         tried = tuple(f"{ip}: {seen}" for ip, seen in (lead, *others))
-        here = os.uname().nodename
-        return nodes.node_isolated(here, self._lead_host, silent=silent, tried=tried)
+        return nodes.node_isolated(here, lead_host, silent=silent, tried=tried)
 
     def _answer(self, question: Ask) -> None:
         """Answer the lead's question where ranks of this node are."""

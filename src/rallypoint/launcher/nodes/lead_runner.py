@@ -43,6 +43,7 @@ from rallypoint.primitives.queue import Queue
 from rallypoint.store.client.client import ABSENT
 from rallypoint.store.client.member import Member
 from rallypoint.store.server.server import Server
+from rallypoint.wire.messages import Identity
 from rallypoint.world import Seat
 
 LOOK_TIMEOUT = 1.0
@@ -95,13 +96,19 @@ class LeadRunner:
         self._lead: Lead | None = None
         self._applicants: dict[str, Applicant] = {}
         self._looks: dict[int, Looking] = {}
+        self._gone: dict[int, bool] = {}  # lost nodes, and whether nothing was heard of them
         self._lost_at: dict[int, float] = {}
+        self._silent: set[tuple[str, int]] = set()  # host and pid: their leases have ended
         self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
         self._everyone_left = threading.Event()
         self._attempt = 0
         listener = socket.socket(fileno=claim.held.detach())
         self._server = Server(
-            listeners=[listener], secret=settings.secret, job=settings.name, local=False
+            listeners=[listener],
+            secret=settings.secret,
+            job=settings.name,
+            local=False,
+            on_end=self._session_ended,
         )
         self._server.start()
         try:
@@ -198,6 +205,11 @@ class LeadRunner:
             assert isinstance(applicant, Applicant)
             self._inbox.put(joining.Came(applicant))
 
+    def _session_ended(self, who: Identity, because: str) -> None:
+        """Note how a node was lost, before its key goes. Called by the store's thread."""
+        if because.startswith("nothing was heard"):
+            self._silent.add((who.host, who.pid))
+
     # --- the thread that decides
 
     def _run(self) -> None:
@@ -238,6 +250,7 @@ class LeadRunner:
         node = self._joining.nodes.get(id)
         if self._lead is None or node is None:
             return
+        self._gone[node] = (gone.host, gone.pid) in self._silent
         if gone.addresses and self._lead.state is not lead.Phase.OVER:
             self._looks[node] = Looking(gone.addresses[0], self.place[1], b"", LOOK_TIMEOUT)
         self._lost_at[node] = self._clock.elapsed()
@@ -315,14 +328,14 @@ class LeadRunner:
         assert self._lead is not None
         left = max(0.0, until - self._clock.monotonic())
         outcome = looked(look, left) if look is not None else ""
-        is_up = outcome == "refused"
+        silent = self._gone.get(node, False)
         return LostNode(
             node,
             self._joining.hosts[node],
             tuple(self._joining.world.ranks(node)),
-            "connection ended" if is_up else "lease over",
+            "lease over" if silent else "connection ended",
             self._lost_at.get(node, self._clock.elapsed()),
-            0.0 if is_up else self._settings.node_timeout,
+            self._settings.node_timeout if silent else 0.0,
             outcome,
             look.address[0] if look is not None else "",
             self._lead.ranks.have_started(node),

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rallypoint.clock import Clock
@@ -26,7 +26,7 @@ from rallypoint.store.logger import logger
 from rallypoint.store.server.server_loop import Loop, prepare
 from rallypoint.store.state.attendance import Roster
 from rallypoint.store.state.state import State
-from rallypoint.wire.messages import Limits
+from rallypoint.wire.messages import Identity, Limits
 
 DRAIN = 2.0
 """Seconds that clients have to take what was on its way to them when the server stops: a gigabyte
@@ -62,6 +62,7 @@ class Server:
         local: bool = True,
         clock: Clock | None = None,
         roster: Roster | None = None,
+        on_end: Callable[[Identity, str], None] | None = None,
     ) -> None:
         """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as
         text; 0: any free one, of `port_range` (both ends included) if given. `max_bytes`: see
@@ -70,7 +71,8 @@ class Server:
         instead of `host` and `port`; they are closed by `stop`. `address`: what clients are to use,
         when it is not what was bound. `local`: listen on a Unix socket too; clients on this host
         are told, and move there by themselves. `roster`: the launcher's knowledge of the job's
-        ranks, for errors that name the missing ones; called by the thread that serves.
+        ranks, for errors that name the missing ones; called by the thread that serves. `on_end`:
+        called by it with the owner of each session that has run out, and why.
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and
         what `hold_port` raises.
@@ -102,6 +104,7 @@ class Server:
                 job=job,
                 local=paths[0] if local and paths else "",
                 clock=self._clock,
+                on_end=on_end,
             )
         except BaseException:
             for sock in bound:

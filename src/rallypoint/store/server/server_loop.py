@@ -35,6 +35,7 @@ from rallypoint.wire.messages import (
     MESSAGE_BYTES,
     Closing,
     Hello,
+    Identity,
     Proof,
     Refusal,
     Welcome,
@@ -90,12 +91,15 @@ class Loop:
         job: str,
         local: str,
         clock: Clock,
+        on_end: Callable[[Identity, str], None] | None = None,
     ) -> None:
-        """Take the listeners over. `local`: the path that clients are told."""
+        """Take the listeners over. `local`: the path that clients are told. `on_end`: called with
+        the owner of each session whose time is over, and why."""
         self._state = state
         self._secret = secret
         self._job = job
         self._local = local
+        self._on_end = on_end
         self._now = clock.monotonic
         self._id = os.urandom(16)
         self._peers: dict[int, Peer] = {}
@@ -229,7 +233,9 @@ class Loop:
             if session is not None:
                 session.heard = max(session.heard, now)
         try:
-            self._state.tick(now)
+            for session in self._state.tick(now):
+                if self._on_end is not None:
+                    self._on_end(session.identity, session.because)
         except Exception:  # the next tick goes on behind the one that failed
             log.exception("the store failed on what ran out; please report this")
         if now >= self._next_sweep:
