@@ -119,7 +119,7 @@ class AgentLine:
         With an exception on its way, tell of that instead: it is the reason, and may take long to
         leave the program.
         """
-        caller = exception_capture.current_frame(2)
+        caller = exception_capture.current_frame(3)  # past the wrapper of `function_hooks`
         frame, error = exception_capture.user_frame(caller), exception_capture.on_its_way(caller)
         if error is None and whole and is_initialized() and not _is_giving_up(sys.exc_info()[1]):
             # Closed by `launch`, and by no line of the program's.
