@@ -1,0 +1,328 @@
+"""Failures: every node that lives names the first cause wherever it was, in time, and is free."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import MakeCluster
+from .jobs import STAY, TELL, Jobs, codes, told
+from .netns import Cluster, Node, Process, wait_until
+
+LATE = 2.0
+"""Seconds that something may be later than promised on a busy machine."""
+
+RANKS = 2
+
+
+class Running:
+    """A job of two ranks on each of four nodes, all of which stand in the program."""
+
+    def __init__(self, jobs: Jobs, program: str = STAY, *options: str) -> None:
+        self.jobs = jobs
+        self.cluster = jobs.cluster
+        self.each: list[Process] = jobs.start_all(program, *options, ranks=RANKS)
+        for one in self.each:
+            here = wait_until(lambda one=one: len(told([one])) == RANKS, 30)  # type: ignore[misc]
+            assert here, f"{one!r}\n{one.output()}"
+        self.pids = {int(one["RANK"]): one["pid"] for one in told(self.each)}
+
+    def others(self, number: int) -> list[Process]:
+        return [one for one in self.each if one.node.number != number]
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, tmp_path: Path) -> Jobs:
+    return Jobs(cluster, tmp_path)
+
+
+def all_say(processes: list[Process], code: str, words: str, since: float, within: float) -> None:
+    """Check that each ends in time with one report: its code, and words of its headline."""
+    for one in processes:
+        one.wait(within + 10)
+        assert codes(one) == [code], f"{one!r}\n{one.output()}"
+        headline = re.search(rf"\[{code}\]: (.*)", one.output())
+        assert headline is not None
+        assert re.search(words, headline[1]), f"{one!r}\n{one.output()}"
+    took = time.monotonic() - since
+    assert took < within + LATE, f"{took:.1f} s"
+
+
+RAISES = (
+    TELL
+    + """
+import time
+name = os.environ["RANK"]
+if name == "5":
+    while not os.path.exists("FOLDER/now"):
+        time.sleep(0.01)
+    def train_step(): raise ValueError("the batch is bad")
+    train_step()
+time.sleep(600)
+"""
+)
+
+
+# --- ranks
+
+
+def test_a_rank_that_raises_is_named_on_every_node(jobs: Jobs) -> None:
+    running = Running(jobs, RAISES.replace("FOLDER", str(jobs.folder)))
+    at = time.monotonic()
+    jobs.write("now", "")
+    all_say(running.each, "rank-raised", r"rank 5\b.*ValueError: the batch is bad", at, 1.0)
+    for one in running.each:
+        assert one.wait() == 1
+        assert "node2" in one.output()  # where it was
+        assert "train_step" in one.output()  # its traceback
+
+
+def test_a_rank_that_is_killed_is_named_on_every_node(jobs: Jobs) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    os.kill(running.pids[3], signal.SIGKILL)
+    all_say(running.each, "rank-killed", r"rank 3\b", at, 1.0)
+    assert {one.wait() for one in running.each} == {137}
+
+
+def test_a_rank_that_exits_gives_its_status_to_every_launcher(jobs: Jobs) -> None:
+    program = TELL + "import sys, time\nif os.environ['RANK'] == '7': sys.exit(42)\ntime.sleep(600)"
+    each = jobs.start_all(program, ranks=RANKS)
+    at = time.monotonic()
+    all_say(each, "rank-exited", r"rank 7\b", at, 15.0)
+    assert {one.wait() for one in each} == {42}
+
+
+def test_a_node_whose_ranks_are_done_waits_for_the_others(jobs: Jobs) -> None:
+    program = (
+        TELL
+        + """
+import time
+while os.environ["RANK"] == "7" and not os.path.exists("FOLDER/now"): time.sleep(0.01)
+"""
+    )
+    each = jobs.start_all(program.replace("FOLDER", str(jobs.folder)), ranks=RANKS)
+    with pytest.raises(TimeoutError):
+        each[0].wait(4.0)
+    jobs.write("now", "")
+    assert [one.wait() for one in each] == [0, 0, 0, 0]
+
+
+TOGETHER = (
+    TELL
+    + """
+import sys, time
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(f"FOLDER/{attempt}-{os.environ['RANK']}", "w").close()
+while any(not os.path.exists(f"FOLDER/{attempt}-{rank}") for rank in range(8)): time.sleep(0.01)
+"""
+)
+"""Program whose ranks go on when all have told their environment."""
+
+
+def test_a_restart_is_one_of_all_nodes(jobs: Jobs) -> None:
+    program = (
+        TOGETHER
+        + """
+if attempt == "0":
+    if os.environ["RANK"] == "2": sys.exit(3)
+    time.sleep(600)
+"""
+    )
+    each = jobs.start_all(
+        program.replace("FOLDER", str(jobs.folder)), "--max-restarts", "1", ranks=RANKS
+    )
+    assert [one.wait() for one in each] == [0, 0, 0, 0]
+    for one in each:
+        counts = [each["TORCHELASTIC_RESTART_COUNT"] for each in told([one])]
+        assert sorted(counts) == ["0", "0", "1", "1"]
+
+
+def test_restarts_are_counted_once_for_the_job(jobs: Jobs) -> None:
+    """Not by each agent on its own (pytorch #147064)."""
+    program = (
+        TOGETHER
+        + """
+if os.environ["RANK"] == str(2 * int(attempt)): sys.exit(3)
+time.sleep(600)
+"""
+    )
+    each = jobs.start_all(
+        program.replace("FOLDER", str(jobs.folder)), "--max-restarts", "1", ranks=RANKS
+    )
+    assert {one.wait() for one in each} == {3}
+    for one in each:
+        counts = [each["TORCHELASTIC_RESTART_COUNT"] for each in told([one])]
+        assert sorted(counts) == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_launcher_stops_all(jobs: Jobs, number: int, how: signal.Signals) -> None:
+    running = Running(jobs)
+    running.each[number].send(how)
+    for one in running.each:
+        assert one.wait(10) == 128 + how, one.output()
+        assert codes(one) == ["interrupted"]
+
+
+# --- nodes
+
+
+@pytest.mark.parametrize("how", ["launcher", "all"])
+def test_a_killed_node_is_named_by_the_others(jobs: Jobs, how: str) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    if how == "launcher":
+        running.each[2].kill()
+    else:
+        jobs.cluster[2].kill()
+    all_say(running.others(2), "node-lost", r"node 2\b", at, 1.5)
+    assert {one.wait() for one in running.others(2)} == {75}
+
+
+@pytest.mark.parametrize("how", ["launcher", "all"])
+def test_a_killed_lead_is_named_by_the_others(jobs: Jobs, how: str) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    if how == "launcher":
+        running.each[0].kill()
+    else:
+        jobs.cluster[0].kill()
+    all_say(running.others(0), "lead-lost", r"node 0\b", at, 1.5)
+    assert {one.wait() for one in running.others(0)} == {75}
+
+
+CUTS: dict[str, Callable[[Node], None]] = {
+    "link down": lambda node: node.unplug(),
+    "dropped": lambda node: node.drop(),
+    "sent packets dropped": lambda node: node.drop(received=False),
+    "received packets dropped": lambda node: node.drop(sent=False),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_node_that_is_cut_off_is_named_and_ends_by_itself(jobs: Jobs, cut: str) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    CUTS[cut](jobs.cluster[1])
+    all_say(running.others(1), "node-lost", r"node 1\b", at, 3.0)
+    all_say([running.each[1]], "node-isolated", r"node 1\b|node1|this node", at, 3.0)
+    assert {one.wait() for one in running.each} == {75}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_lead_that_is_cut_off_is_named_and_ends_by_itself(jobs: Jobs, cut: str) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    CUTS[cut](jobs.cluster[0])
+    all_say(running.others(0), "lead-lost", r"node 0\b", at, 3.0)
+    running.each[0].wait(10)
+    assert codes(running.each[0]) in (["node-lost"], ["node-isolated"]), running.each[0].output()
+
+
+def test_a_node_that_stands_still_is_named_and_ends_when_it_goes_on(jobs: Jobs) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    jobs.cluster[3].freeze()
+    all_say(running.others(3), "node-lost", r"node 3\b", at, 3.0)
+    jobs.cluster[3].thaw()
+    all_say([running.each[3]], "node-isolated", "", time.monotonic(), 2.0)
+    assert "stood still" in running.each[3].output()
+
+
+def test_a_lead_that_stands_still_is_named_and_ends_when_it_goes_on(jobs: Jobs) -> None:
+    running = Running(jobs)
+    at = time.monotonic()
+    jobs.cluster[0].freeze()
+    all_say(running.others(0), "lead-lost", r"node 0\b", at, 3.0)
+    jobs.cluster[0].thaw()
+    running.each[0].wait(10)
+    # It sees the others end because of it: which of the two it sees first is not settled.
+    assert codes(running.each[0]) in (["node-isolated"], ["node-lost"]), running.each[0].output()
+
+
+def test_a_short_break_of_a_link_is_borne(jobs: Jobs) -> None:
+    running = Running(jobs)
+    for node in jobs.cluster.nodes[:2]:
+        node.unplug()
+        time.sleep(0.4)  # a fifth of a lease
+        node.plug()
+    time.sleep(3.0)  # a lease, and what a loss takes to be told
+    assert all(one.running() for one in running.each), [one.output() for one in running.each]
+    running.each[1].send(signal.SIGINT)
+    for one in running.each:
+        assert one.wait() == 130
+
+
+def test_a_rank_that_raised_before_its_node_died_is_the_cause(jobs: Jobs) -> None:
+    """The node is killed as soon as another one has begun to judge."""
+    running = Running(jobs, RAISES.replace("FOLDER", str(jobs.folder)))
+    jobs.write("now", "")
+    running.each[0].wait_for(r"^error\[", timeout=10)
+    jobs.cluster[2].kill()
+    for one in running.others(2):
+        one.wait(10)
+        assert codes(one)[0] == "rank-raised", one.output()
+
+
+# --- with torch
+
+REDUCES = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert int(total) == dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {int(total)}", flush=True)
+while os.path.exists("FOLDER/loop"): dist.all_reduce(total)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_torchruns_own_command_lines_of_two_nodes(
+    make_cluster: MakeCluster, tmp_path: Path, backend: str
+) -> None:
+    jobs = Jobs(make_cluster(2), tmp_path)
+    jobs.torch = True
+    started = []
+    for node in jobs.cluster.nodes:
+        where = ["--rdzv-id", "100", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400"]
+        if backend == "static":
+            where = ["--node-rank", str(node.number), "--master-addr", "node0"]
+            where += ["--master-port", "1234"]
+        program = REDUCES.replace("FOLDER", str(tmp_path))
+        started.append(jobs.start(node, program, ranks=2, where=where))
+    for one in started:
+        assert one.wait(60) == 0, one.output()
+    said = "".join(one.output() for one in started)
+    assert sorted(re.findall(r"rank (\d) of 4: 4$", said, re.MULTILINE)) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.torch
+def test_ranks_that_lost_a_peer_on_another_node_are_not_at_fault(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """Their connection breaks, and they raise; the rank that was killed is the cause."""
+    jobs = Jobs(make_cluster(2), tmp_path)
+    jobs.torch = True
+    loop = jobs.write("loop", "")
+    program = TELL + REDUCES.replace("FOLDER", str(tmp_path))
+    started = jobs.start_all(program, ranks=2)
+    for one in started:
+        one.wait_for(r"of 4: 4$", timeout=60)
+    pids = {int(one["RANK"]): one["pid"] for one in told(started)}
+    os.kill(pids[3], signal.SIGKILL)
+    for one in started:
+        one.wait(30)
+        assert codes(one) == ["rank-killed"], one.output()
+        assert re.search(r"rank-killed\]: rank 3\b", one.output()), one.output()
+    loop.unlink()

@@ -1,0 +1,334 @@
+"""Joining: every node of a job finds the others, or is told by name why not."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import MakeCluster
+from .jobs import NO_SECRET, PORT, STAY, TELL, Jobs, codes, told
+from .netns import Cluster, Process
+
+
+@pytest.fixture
+def two(make_cluster: MakeCluster, tmp_path: Path) -> Jobs:
+    return Jobs(make_cluster(2), tmp_path)
+
+
+@pytest.fixture
+def four(cluster: Cluster, tmp_path: Path) -> Jobs:
+    return Jobs(cluster, tmp_path)
+
+
+def well(processes: list[Process]) -> list[dict[str, Any]]:
+    """Wait for all to end well; return what the ranks told."""
+    statuses = [one.wait() for one in processes]
+    said = "\n".join(f"{one!r}\n{one.output()}" for one in processes)
+    assert statuses == [0] * len(processes), said
+    ranks = told(processes)
+    assert [int(one["RANK"]) for one in ranks] == list(range(len(ranks))), said
+    return ranks
+
+
+def ended(process: Process, code: str, status: int = 2) -> None:
+    assert process.wait() == status, process.output()
+    assert codes(process) == [code], process.output()
+
+
+# --- the world
+
+
+def test_four_nodes_are_one_world(four: Jobs) -> None:
+    ranks = well(four.start_all(ranks=2))
+    assert {one["WORLD_SIZE"] for one in ranks} == {"8"}
+    assert [one["LOCAL_RANK"] for one in ranks] == ["0", "1"] * 4
+    assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert {one["GROUP_WORLD_SIZE"] for one in ranks} == {"4"}
+    assert {one["MASTER_ADDR"] for one in ranks[2:]} == {four.cluster[0].address}
+    assert len({one["MASTER_PORT"] for one in ranks}) == 1
+    assert len({one["TORCHELASTIC_RUN_ID"] for one in ranks}) == 1
+    assert {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {"eth0"}
+
+
+def test_static_command_lines_of_torchrun(four: Jobs) -> None:
+    started = []
+    for node in reversed(four.cluster.nodes):
+        where = ["--node-rank", str(node.number), "--master-addr", four.cluster[0].address]
+        started.append(four.start(node, where=[*where, "--master-port", "29500"]))
+    ranks = well(started)
+    assert [one["GROUP_RANK"] for one in ranks] == ["0", "1", "2", "3"]
+    assert {one["MASTER_PORT"] for one in ranks} == {"29500"}
+    for number, one in enumerate(reversed(started)):
+        assert told([one])[0]["RANK"] == str(number)
+
+
+def test_nodes_may_have_different_numbers_of_ranks(two: Jobs) -> None:
+    ranks = well([two.start(two.cluster[0], ranks=1), two.start(two.cluster[1], ranks=3)])
+    assert [one["LOCAL_WORLD_SIZE"] for one in ranks] == ["1", "3", "3", "3"]
+    assert {one["WORLD_SIZE"] for one in ranks} == {"4"}
+
+
+def test_node_0_comes_last(two: Jobs) -> None:
+    first = two.start(two.cluster[1])
+    with pytest.raises(TimeoutError):
+        first.wait(2.0)
+    well([first, two.start(two.cluster[0])])
+
+
+def test_the_name_of_node_0_is_known_late(two: Jobs) -> None:
+    known = two.cluster.hosts()
+    two.cluster[1].forget_names()
+    started = two.start_all()
+    with pytest.raises(TimeoutError):
+        started[1].wait(2.0)
+    assert started[1].output() == ""
+    two.cluster[1].set_hosts(known)
+    well(started)
+
+
+def test_nodes_of_ipv6_alone(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)
+    ranks = well(jobs.start_all())
+    assert ranks[1]["MASTER_ADDR"] == jobs.cluster[0].address
+
+
+def test_node_0_calls_itself_loopback(two: Jobs) -> None:
+    """Its own name is 127.0.1.1 there, as Debian's installer writes it; elsewhere it is right."""
+    two.cluster[0].call_itself_loopback()
+    ranks = well(two.start_all())
+    assert ranks[1]["MASTER_ADDR"] == two.cluster[0].address
+
+
+def test_a_node_calls_itself_loopback(two: Jobs) -> None:
+    two.cluster[1].call_itself_loopback()
+    ranks = well(two.start_all())
+    assert {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {"eth0"}
+
+
+def test_one_of_two_interfaces_is_dead(two: Jobs) -> None:
+    """The name of node 0 has the address of the dead one, too, and first."""
+    for node in two.cluster.nodes:
+        node.add_dead_interface(f"10.99.0.{node.number + 1}/24")
+        node.set_hosts("10.99.0.1 node0\n" + two.cluster.hosts())
+    ranks = well(two.start_all())
+    assert ranks[1]["MASTER_ADDR"] == two.cluster[0].address
+    assert ranks[1]["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_a_folder_that_all_nodes_share(two: Jobs, tmp_path: Path) -> None:
+    where = ["--rdzv-endpoint", f"file://{tmp_path}/meeting"]
+    well(two.start_all(where=where))
+
+
+def test_nodes_without_names(two: Jobs) -> None:
+    for node in two.cluster.nodes:
+        node.forget_names()
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two.cluster[0].address}:{PORT}"]
+    well(two.start_all(where=where))
+
+
+def test_a_home_that_all_nodes_share(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    jobs = Jobs(make_cluster(2, shared_home=True), tmp_path)
+    well(jobs.start_all())
+    runs = jobs.cluster[0].home / ".local" / "state" / "rallypoint" / "runs"
+    found = {path.parent.resolve().name for path in runs.glob("*/*/events.jsonl")}
+    assert found == {"node0", "node1"}
+
+
+def test_two_launchers_of_one_host_are_two_nodes(four: Jobs) -> None:
+    node = four.cluster[0]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{PORT}"]
+    ranks = well([four.start(node, nnodes=2, where=where) for _ in range(2)])
+    assert {one["WORLD_SIZE"] for one in ranks} == {"2"}
+
+
+# --- who is refused
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_without_a_secret(two: Jobs, number: int) -> None:
+    one = two.start(two.cluster[number], secret=NO_SECRET)
+    ended(one, "secret-missing")
+    assert "--secret-file" in one.output()
+
+
+def test_secrets_differ(two: Jobs) -> None:
+    lead = two.start(two.cluster[0], STAY)
+    other = two.start(two.cluster[1], STAY, secret=two.make_secret("other"))
+    assert other.wait() != 0
+    assert codes(other) == ["wrong-secret"]
+    lead.send(signal.SIGINT)
+    assert lead.wait() == 130
+
+
+def test_a_secret_that_is_too_short(two: Jobs) -> None:
+    secret = two.write("short", "abc")
+    secret.chmod(0o600)
+    ended(two.start(two.cluster[1], secret=secret), "secret-too-short")
+
+
+def test_a_secret_that_others_can_read(two: Jobs) -> None:
+    one = two.start(two.cluster[1], secret=two.make_secret("open", 0o644))
+    assert one.wait() != 0
+    assert len(codes(one)) == 1
+    assert "chmod" in one.output()
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "number of nodes": ({"nnodes": 3}, "node-skew"),
+    "program": ({"program": TELL + "print()\n"}, "node-skew"),
+    "arguments": ({"arguments": ["--lr", "1"]}, "node-skew"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_node_of_another_job_is_refused_by_name(two: Jobs, what: str) -> None:
+    how, code = DIFFERENT[what]
+    lead = two.start(two.cluster[0])
+    other = two.start(two.cluster[1], **how)
+    ended(other, code)
+    assert two.cluster[1].name in other.output()
+    well([lead, two.start(two.cluster[1])])
+
+
+def test_one_place_is_asked_for_twice(four: Jobs) -> None:
+    lead = four.start(four.cluster[0], STAY, "--node-rank", "0", nnodes=3)
+    first = four.start(four.cluster[1], STAY, "--node-rank", "1", nnodes=3)
+    with pytest.raises(TimeoutError):
+        first.wait(2.0)
+    second = four.start(four.cluster[2], STAY, "--node-rank", "1", nnodes=3)
+    ended(second, "node-duplicate")
+    assert "node1" in second.output()
+    assert "node2" in second.output()
+    lead.send(signal.SIGINT)
+    assert lead.wait() == 130
+    assert first.wait() != 0
+
+
+def test_a_place_that_the_job_does_not_have(two: Jobs) -> None:
+    one = two.start(two.cluster[1], STAY, "--node-rank", "2")
+    assert one.wait() == 2
+    assert len(codes(one)) == 1
+
+
+def test_a_node_too_many(four: Jobs) -> None:
+    two = four.cluster.nodes[:2]
+    started = [four.start(node, STAY, nnodes=2) for node in two]
+    for one in started:
+        one.wait_for("env ")
+    ended(four.start(four.cluster[2], STAY, nnodes=2), "job-complete")
+    started[1].send(signal.SIGINT)
+    for one in started:
+        assert one.wait() == 130
+
+
+def test_two_jobs_at_one_endpoint(four: Jobs) -> None:
+    """One runs; the other is refused by name."""
+    one = [four.start(node, STAY, "--rdzv-id", "one", nnodes=2) for node in four.cluster.nodes[:2]]
+    for process in one:
+        process.wait_for("env ")
+    two = four.start(four.cluster[2], STAY, "--rdzv-id", "two", nnodes=2)
+    assert two.wait() != 0
+    assert codes(two) == ["wrong-job"]
+    assert "one" in two.output()
+    one[0].send(signal.SIGINT)
+    for process in one:
+        assert process.wait() == 130
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rdzv-backend", "etcd", "--rdzv-endpoint", "node0:2379"],
+        ["--standalone"],
+    ],
+    ids=["etcd", "standalone"],
+)
+def test_options_that_do_not_fit(two: Jobs, options: list[str]) -> None:
+    one = two.start(two.cluster[0], where=options)
+    assert one.wait() == 2
+    assert len(codes(one)) == 1
+
+
+# --- who does not come
+
+
+def test_a_node_that_does_not_come(two: Jobs) -> None:
+    one = two.start(two.cluster[0], TELL, "--rdzv-conf", "join_timeout=3")
+    ended(one, "join-timeout", 75)
+
+
+def test_a_lead_that_does_not_come(two: Jobs) -> None:
+    one = two.start(two.cluster[1], TELL, "--rdzv-conf", "join_timeout=3")
+    ended(one, "join-timeout", 75)
+    assert "node0" in one.output()
+
+
+def test_an_endpoint_that_nobody_has(two: Jobs) -> None:
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.77.0.99:{PORT}"]
+    patience = ["--rdzv-conf", "join_timeout=3"]
+    started = [two.start(node, TELL, *patience, where=where) for node in two.cluster.nodes]
+    for one in started:
+        ended(one, "join-timeout", 75)
+        assert "10.77.0.99" in one.output()
+
+
+def test_a_name_that_is_never_known(two: Jobs) -> None:
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"nobody:{PORT}"]
+    one = two.start(two.cluster[1], TELL, "--rdzv-conf", "join_timeout=3", where=where)
+    ended(one, "join-timeout", 75)
+    assert "nobody" in one.output()
+
+
+def test_another_service_at_the_endpoint(two: Jobs) -> None:
+    serve = [sys.executable, "-u", "-m", "http.server", str(PORT)]
+    service = two.cluster[0].start(serve)
+    service.wait_for("Serving")
+    for one in two.start_all(TELL, "--rdzv-conf", "join_timeout=3"):
+        assert one.wait() != 0
+        [code] = codes(one)
+        assert code in ("store-foreign", "port-in-use", "join-timeout"), one.output()
+    service.kill()
+
+
+def test_a_roll_call_names_who_has_not_come(four: Jobs) -> None:
+    started = [four.start(node) for node in four.cluster.nodes[:3]]
+    for one in started:
+        one.wait_for("3 of 4", timeout=20)
+    well([*started, four.start(four.cluster[3])])
+
+
+def test_a_node_that_joined_and_died_is_replaced(four: Jobs) -> None:
+    lead, lost = (four.start(node, nnodes=3) for node in four.cluster.nodes[:2])
+    with pytest.raises(TimeoutError):
+        lost.wait(2.0)
+    four.cluster[1].kill()
+    rest = [four.start(four.cluster[number], nnodes=3) for number in (2, 1)]
+    well([lead, *rest])
+
+
+def test_ctrl_c_while_others_are_waited_for(two: Jobs) -> None:
+    one = two.start(two.cluster[0])
+    with pytest.raises(TimeoutError):
+        one.wait(1.5)
+    one.send(signal.SIGINT)
+    assert one.wait(5.0) in (130, -signal.SIGINT)
+
+
+def test_a_home_that_cannot_be_written(two: Jobs) -> None:
+    """The run folder of one node cannot be made; that node says so."""
+    home = two.cluster[1].home
+    mounted, said = two.cluster[1].run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "none", str(home)], cwd=Path("/")
+    )
+    assert mounted == 0, said
+    started = two.start_all()
+    statuses = [one.wait() for one in started]
+    assert statuses[0] == 0 or codes(started[0])
+    assert statuses[1] == 0 or codes(started[1])
+    assert "Traceback" not in started[0].output() + started[1].output()
+    assert two.cluster[1].run(["umount", str(home)], cwd=Path("/")) == (0, "")
