@@ -54,6 +54,7 @@ NOT_YET_SHORT = {
     "launcher/agent/console.py",
     "launcher/agent/other_nodes.py",
     "launcher/agent/process_handles.py",
+    "launcher/nodes/lead_runner.py",
     "primitives/lock.py",
     "record/log_pump.py",
     "record/run_folder.py",

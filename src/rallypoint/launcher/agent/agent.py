@@ -184,7 +184,9 @@ class Agent:
             return alone(self.plan)
         self.others = OtherNodes(self.plan, self._secret, clock)
         seated = self.others.join(self._signals, template.pidfd)
-        if seated is None:  # the template has ended: the loop tells why
+        if seated is None:  # the template has ended: the loop tells why, without the others
+            self.others.close()
+            self.others = None
             return alone(self.plan)
         self.plan = at_node(self.plan, seated.job, seated.seat.node)
         return seated.seat
@@ -314,6 +316,8 @@ class Agent:
             left = endings.kill_family(also_helpers=True)
             endings.reap_everything()
         job.starter.close_store("the job is over")
+        if self.others is not None:
+            self.others.close()
         if self.request is None:
             self._helpers.guard.farewell()
         kept = self._reporter.keep_learnt(self.learnt, self.parts.spoilt)

@@ -140,7 +140,7 @@ class OtherNodes:
 
     def join(self, signals: SignalLog, template: int) -> Seated | None:
         """Wait for this node's seat. None when the template (`template` is its pidfd) has ended:
-        there is nothing to join with.
+        there is nothing to join with. A notice is left for the job's loop.
 
         Raises `StoppedWhileJoining`, or the error that says why this node has no place.
         """
@@ -148,18 +148,24 @@ class OtherNodes:
         for fd in (self._membership.fileno(), signals.fileno(), template):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        told = ROLL_CALL_OF_NODES
+        told, notices = ROLL_CALL_OF_NODES, []
         while True:
             ready = {fd for fd, _ in poll.poll()}
-            stopping = [one for one in signals.read() if one != signal.SIGCHLD]
-            if stopping:
-                raise StoppedWhileJoining(stopping[0].name)
+            for one in signals.read():
+                if one.name in self._plan.notices:
+                    notices.append(one)
+                elif one == signal.SIGTSTP:
+                    os.kill(os.getpid(), signal.SIGSTOP)  # it stands here until SIGCONT
+                elif one != signal.SIGCHLD:
+                    raise StoppedWhileJoining(one.name)
             if template in ready:
                 return None
             for heard in self._membership.read():
                 match heard:
                     case Seated():
                         self._lead_host = heard.host
+                        for one in notices:
+                            signal.raise_signal(one)
                         return heard
                     case Missing(lines):
                         say_directly("\n  ".join((f"rallypoint: {lines[0]}", *lines[1:])))
@@ -168,12 +174,16 @@ class OtherNodes:
                         say_directly(f"rallypoint: the lead of the job is not reached: {because}")
                     case Refused() | LeadLost():
                         raise _error(heard)
+                    case Exception():
+                        raise heard
 
     def held(self, attempt: int) -> HeldPort | None:
         """Return the listener where the ranks of an attempt meet, when this is node 0."""
         lead = self._membership.lead
         if lead is None:
             return None
+        if self._store_listener is not None:  # nobody wanted it
+            self._store_listener.release()
         held, self._store_listener = lead.take(attempt)
         return held
 
@@ -229,6 +239,8 @@ class OtherNodes:
                 self._answer(heard)
             case LeadLost(because):
                 self._on_lost(because)
+            case Exception():
+                raise heard
 
     def _look_at_lease(self, now: float) -> None:
         """End this node's ranks when the others may take it for lost: two halves of a job must

@@ -7,6 +7,7 @@ and one that decides. That node's agent is a member like all others.
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import signal
@@ -79,18 +80,26 @@ class LeadRunner:
         applicant: Applicant,
         judge: Callable[[FailedAttempt], Sentence],
         clock: Clock,
+        failed: Callable[[Exception], None],
     ) -> None:
         """`applicant`: this node's own. `judge` is called by the lead's thread. `clock`: of this
-        agent, to which the times of all nodes are shifted."""
+        agent, to which the times of all nodes are shifted. `failed` is called by a thread that
+        cannot go on."""
         self._claim = claim
         self._settings = settings
         self._judge = judge
         self._clock = clock
+        self._failed = failed
         self._wildcard = claim.held.host
         self.place = (_own_address(claim.held.host), claim.held.port)
         self._held: dict[int, tuple[HeldPort, HeldPort]] = {}
         self._holding = threading.Lock()
-        offers = self._hold(0)
+        self._id = applicant.id
+        try:
+            offers = self._hold(0)
+        except BaseException:
+            claim.release()
+            raise
         found = msgspec.structs.replace(applicant, offers=offers)
         self._joining = Joining(found, timeout=settings.join_timeout, now=self._clock.monotonic())
         self._lead: Lead | None = None
@@ -100,7 +109,7 @@ class LeadRunner:
         self._lost_at: dict[int, float] = {}
         self._silent: set[tuple[str, int]] = set()  # host and pid: their leases have ended
         self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
-        self._everyone_left = threading.Event()
+        self._closing = threading.Event()
         self._attempt = 0
         listener = socket.socket(fileno=claim.held.detach())
         self._server = Server(
@@ -119,12 +128,9 @@ class LeadRunner:
                 ttl=settings.node_timeout,
                 timeout=settings.node_timeout,
             )
-            for name, target in (
-                ("hear", self._hear),
-                ("watch", self._watch),
-                ("lead", self._run),
-            ):
-                start_thread(name, target)
+            for name, target in (("hear", self._hear), ("watch", self._watch)):
+                start_thread(name, functools.partial(self._carry_out, target))
+            self._thread = start_thread("lead", functools.partial(self._carry_out, self._run))
         except BaseException:
             self._server.stop("the lead could not be started")
             self._release()
@@ -132,20 +138,22 @@ class LeadRunner:
 
     # --- for the agent of this node
 
-    def take(self, attempt: int) -> tuple[HeldPort, HeldPort]:
+    def take(self, attempt: int) -> tuple[HeldPort | None, HeldPort | None]:
         """Return the listeners of an attempt, which become the caller's: where its ranks meet, and
-        of its store.
+        of its store. None: they could not be bound.
         """
         with self._holding:
-            return self._held.pop(attempt)
+            return self._held.pop(attempt, (None, None))
 
     def close(self, timeout: float) -> None:
-        """End the coordination when all other nodes have left, at most `timeout` seconds from
-        now.
+        """End the coordination: at once, or when all others have left a job that is over, at most
+        `timeout` seconds from now.
         """
-        self._everyone_left.wait(timeout)
         self._inbox.put(None)
-        self._server.stop("the job is over")
+        self._thread.join(timeout)
+        self._closing.set()
+        is_over = self._lead is not None and self._lead.state is lead.Phase.OVER
+        self._server.stop("the job is over" if is_over else "node 0 has left the job")
         self._store.close()
         self._release()
 
@@ -170,17 +178,30 @@ class LeadRunner:
             self._held[attempt] = (meeting, store)
         return Offers(meeting.port, store.port)
 
+    def _hold_again(self, attempt: int) -> Offers:
+        """Do the same for another attempt. Where it cannot be, this node's agent tries it, and
+        reports why not.
+        """
+        try:
+            return self._hold(attempt)
+        except (RallypointError, OSError):
+            return Offers(self._settings.master_port, 0)
+
     # --- threads that wait
+
+    def _carry_out(self, target: Callable[[], None]) -> None:
+        """Run one of the threads: without it the job would stand still."""
+        try:
+            target()
+        except Exception as error:
+            if not self._closing.is_set():
+                self._failed(error)
 
     def _hear(self) -> None:
         """Take what the nodes send, until the server stops."""
         orders = Queue(self._store, messages.TO_LEAD)
         while True:
-            try:
-                data = orders.get()
-            except RallypointError:
-                return
-            message = messages.decode(data)
+            message = messages.decode(orders.get())
             if isinstance(message, Ping):  # at once: it measures
                 self._send(message.id, Pong(message.number, self._clock.elapsed()))
             else:
@@ -188,14 +209,11 @@ class LeadRunner:
 
     def _watch(self) -> None:
         """Take which nodes come and go, until the server stops."""
-        try:
-            changes = self._store.watch(messages.NODES)
-            for key, value in self._store.items(messages.NODES):
-                self._changed(key, value)
-            for change in changes:
-                self._changed(change.key, change.value)
-        except RallypointError:
-            return
+        changes = self._store.watch(messages.NODES)
+        for key, value in self._store.items(messages.NODES):
+            self._changed(key, value)
+        for change in changes:
+            self._changed(change.key, change.value)
 
     def _changed(self, key: str, value: object) -> None:
         if value is ABSENT:
@@ -213,7 +231,8 @@ class LeadRunner:
     # --- the thread that decides
 
     def _run(self) -> None:
-        while True:
+        is_leaving = False  # this node's agent
+        while not (is_leaving and self._is_done()):
             due = min(self._joining.due, self._lead.due if self._lead is not None else math.inf)
             wait = None if due == math.inf else max(0.0, due - self._clock.monotonic())
             try:
@@ -221,11 +240,16 @@ class LeadRunner:
             except queue.Empty:
                 event = joining.Tick()
             if event is None:
-                return
-            try:
+                is_leaving = True
+            else:
                 self._handle(event)
-            except RallypointError:  # the server was stopped meanwhile
-                return
+
+    def _is_done(self) -> bool:
+        """Return whether the lead waits for nothing when its own agent leaves: a node that was
+        dismissed is about to leave, and others are not told any more.
+        """
+        is_over = self._lead is not None and self._lead.state is lead.Phase.OVER
+        return not is_over or not self._applicants.keys() - {self._id}
 
     def _handle(self, event: NodeEvent | NodeMessage) -> None:
         if isinstance(event, joining.Came):
@@ -245,8 +269,6 @@ class LeadRunner:
         gone = self._applicants.pop(id, None)
         if gone is None:
             return
-        if len(self._applicants) <= 1:
-            self._everyone_left.set()
         node = self._joining.nodes.get(id)
         if self._lead is None or node is None:
             return
@@ -281,7 +303,7 @@ class LeadRunner:
                 self._attempt = attempt
                 self._lost_at.clear()
                 self._looks.clear()
-                self._seat(self._joining.seats(attempt, self._hold(attempt)))
+                self._seat(self._joining.seats(attempt, self._hold_again(attempt)))
             case lead.JudgeAll(but, because, name):
                 self._send_all(messages.Judge(because, name), but=but)
             case lead.Diagnose():

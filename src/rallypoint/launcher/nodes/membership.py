@@ -43,6 +43,9 @@ from rallypoint.world import Seat
 TRY_TIMEOUT = 2.0
 """Seconds of one try to reach the lead. Its name and the node that leads are looked up anew for each."""
 
+LEAST_TIMEOUT = 1.0
+"""Seconds of the last try: it holds for every message to the lead, too."""
+
 FOLDER_LOOK = 0.2
 """Seconds between looks at the folder on a shared disk: nobody tells of a change there."""
 
@@ -71,7 +74,7 @@ class NotReached(msgspec.Struct, frozen=True):
     because: str
 
 
-Heard = NodeMessage | LeadLost | NotReached
+Heard = NodeMessage | LeadLost | NotReached | Exception  # of a thread that cannot go on
 
 
 class Membership:
@@ -106,6 +109,7 @@ class Membership:
         self._to_send: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         self._member: Member | None = None
         self._leaving = threading.Event()
+        self._sending: threading.Thread | None = None
         self._thread = start_thread("join", self._run)
 
     def __repr__(self) -> str:
@@ -151,11 +155,13 @@ class Membership:
         """
         self._leaving.set()
         self._to_send.put(None)
+        if self._sending is not None:
+            self._sending.join(LEAVE_TIMEOUT)
         if self._member is not None:
             self._member.close()
+        self._thread.join(LEAVE_TIMEOUT)
         if self.lead is not None:
             self.lead.close(timeout)
-        self._thread.join(LEAVE_TIMEOUT)
 
     # --- threads
 
@@ -171,13 +177,20 @@ class Membership:
             orders = Queue(member, messages.to_node(self._applicant.id))
             self._compare_clocks(member, orders.get)
             self._enter(member)
-            sending = start_thread("tell", lambda: self._send_all(member))
+            self._sending = start_thread("tell", lambda: self._send_all(member))
             while not self._leaving.is_set():
                 self._receive(messages.decode(orders.get()))
-            sending.join(LEAVE_TIMEOUT)
-        except RallypointError as error:
-            if not self._leaving.is_set():
-                self._put(LeadLost(str(error), error if self._member is None else None))
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Tell the agent that a thread cannot go on."""
+        if self._leaving.is_set():
+            return
+        if isinstance(error, RallypointError):
+            self._put(LeadLost(str(error), error if self._member is None else None))
+        else:
+            self._put(error)
 
     def _join(self) -> Member | None:
         """Find the lead, or become it. None when the agent leaves meanwhile."""
@@ -195,7 +208,7 @@ class Membership:
                     settings.secret,
                     job=settings.name,
                     ttl=nodes.timeout,
-                    timeout=max(0.1, min(TRY_TIMEOUT, left)),
+                    timeout=max(LEAST_TIMEOUT, min(TRY_TIMEOUT, left)),
                 )
             except StoreUnreachable as error:
                 if error.code in FINAL:
@@ -223,7 +236,12 @@ class Membership:
             claimed = endpoint.claim(self._nodes, self._settings.port_range)
             if claimed is not None:
                 self.lead = LeadRunner(
-                    claimed, self._settings, self._applicant, self._judge, self._clock
+                    claimed,
+                    self._settings,
+                    self._applicant,
+                    self._judge,
+                    self._clock,
+                    self._put,
                 )
         return [self.lead.place] if self.lead is not None else endpoint.places(self._nodes)
 
@@ -277,8 +295,8 @@ class Membership:
         try:
             while (message := self._to_send.get()) is not None:
                 orders.put(messages.encode(message))
-        except RallypointError:
-            return  # the thread that hears says so
+        except Exception as error:
+            self._end(error)
 
 
 def _timed_out(nodes: Nodes, *why: str) -> EnvironmentProblem:

@@ -1,0 +1,118 @@
+"""Place of an agent in a job, with the lead in the same process."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.evidence import NodeEvidence
+from rallypoint.host import ports
+from rallypoint.launcher.nodes.judgement import FailedAttempt
+from rallypoint.launcher.nodes.lead_runner import Settings
+from rallypoint.launcher.nodes.membership import Heard, Membership
+from rallypoint.launcher.nodes.messages import (
+    Applicant,
+    EvidenceOf,
+    Failing,
+    Over,
+    Seated,
+    Sentence,
+    Versions,
+)
+from rallypoint.launcher.plan import Nodes
+
+SECRET = b"a secret of a test, long enough"
+
+
+def _free_port() -> int:
+    held = ports.hold_port(0, "127.0.0.1")
+    held.release()
+    return held.port
+
+
+Join = Callable[..., Membership]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    made: list[Membership] = []
+
+    def join(judge: Callable[[FailedAttempt], Sentence], master_port: int = 0) -> Membership:
+        nodes = Nodes(count=1, rank=0, host="127.0.0.1", ports=(_free_port(),))
+        settings = Settings(
+            job="test",
+            name="none",
+            secret=SECRET,
+            node_timeout=2.0,
+            join_timeout=20.0,
+            master_port=master_port,
+            port_range=None,
+            max_restarts=1,
+            grace=1.0,
+            roll_call=10.0,
+            program="program.py",
+        )
+        applicant = Applicant("0", "host", 1, 1, 1, Versions("1", "", "3.11"), "", node_rank=0)
+        made.append(Membership(nodes, settings, applicant, judge, Clock()))
+        return made[-1]
+
+    yield join
+    for one in made:
+        one.close(1.0)
+
+
+def _heard(membership: Membership) -> Heard:
+    """Return the next thing that is heard."""
+    while True:
+        assert select.select([membership], [], [], 20.0)[0]
+        for one in membership.read():
+            return one
+
+
+def _of_kind(membership: Membership, kind: type[Heard]) -> Heard:
+    while not isinstance(heard := _heard(membership), kind):
+        continue
+    return heard
+
+
+def test_a_fault_in_the_thread_of_the_lead_reaches_the_agent(join: Join) -> None:
+    def judge(failed: FailedAttempt) -> Sentence:
+        raise ZeroDivisionError
+
+    membership = join(judge)
+    _of_kind(membership, Seated)
+    membership.send(Failing(0, "rank 0 ended", sure=True))
+    membership.send(EvidenceOf(0, NodeEvidence()))
+    _of_kind(membership, ZeroDivisionError)
+
+
+def test_a_message_that_is_none_reaches_the_agent_as_a_fault(join: Join) -> None:
+    membership = join(lambda failed: Sentence((), 1))
+    _of_kind(membership, Seated)
+    membership.send("no message")  # type: ignore[arg-type]
+    assert isinstance(_heard(membership), Exception)
+
+
+def test_a_port_that_is_taken_before_a_restart_is_told_by_node_0(join: Join) -> None:
+    membership = join(lambda failed: Sentence((), 1), master_port=_free_port())
+    first = _of_kind(membership, Seated)
+    assert isinstance(first, Seated)
+    assert membership.lead is not None
+    meeting, store = membership.lead.take(0)
+    assert meeting is not None
+    assert store is not None
+    try:
+        membership.send(Failing(0, "rank 0 ended", sure=True))
+        membership.send(EvidenceOf(0, NodeEvidence()))
+        membership.send(Over(0, well=False))
+        second = _of_kind(membership, Seated)
+        assert isinstance(second, Seated)
+        assert second.seat.attempt == 1
+        assert second.seat.master_port == first.seat.master_port
+        assert membership.lead.take(1) == (None, None)
+    finally:
+        meeting.release()
+        store.release()

@@ -1,0 +1,207 @@
+"""Jobs of several real agents on one machine, without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.host import ports
+from rallypoint.launcher.nodes import endpoint, messages
+from rallypoint.store.client.member import Member
+from rallypoint.store.discovery import secret_from_file
+
+pytestmark = pytest.mark.usefixtures("without_torch")
+
+PATIENCE = 20.0
+"""Seconds for what takes less than one on a machine that has nothing else to do."""
+
+
+class Agent:
+    """One `rallypoint run`, and what it has printed."""
+
+    def __init__(self, folder: Path, *words: str, **more: str) -> None:
+        command = [sys.executable, "-m", "rallypoint", "run", *words]
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | more,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.said = ""
+
+    def await_line(self, pattern: str) -> None:
+        """Return when something printed so far matches."""
+        assert self._process.stdout is not None
+        until = time.monotonic() + PATIENCE
+        while not re.search(pattern, self.said):
+            ready, _, _ = select.select([self._process.stdout], [], [], until - time.monotonic())
+            data = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            assert data, f"{pattern!r} was not said: {self.said}"
+            self.said += data.decode()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Return the exit status and all that was printed."""
+        try:
+            rest, _ = self._process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"it goes on: {self.said}") from None
+        self.said += rest.decode()
+        return self._process.returncode, self.said
+
+    def kill(self) -> None:
+        """Kill it and all that it has started: the guard does the latter."""
+        if self._process.poll() is None:
+            self._process.kill()
+        said, _ = self._process.communicate(timeout=PATIENCE)
+        self.said += said.decode()
+
+
+class Nodes:
+    """Starter of agents of one job on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.agents: list[Agent] = []
+        secret = folder / "secret"
+        secret.touch(0o600)
+        secret.write_text("c2VjcmV0IG9mIGEgdGVzdCwgbG9uZyBlbm91Z2g=\n")
+        held = ports.hold_port(0, "127.0.0.1")
+        self.port = held.port
+        held.release()
+        self._watcher: Member | None = None
+
+    def start(self, program: str, *options: str, nodes: int = 2, **more: str) -> Agent:
+        """Start another agent of the job, whose ranks run this program."""
+        path = self.folder / "program.py"
+        if not path.exists():
+            path.write_text(program)
+        agent = Agent(
+            self.folder,
+            f"--nnodes={nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--secret-file=secret",
+            *options,
+            str(path),
+            **more,
+        )
+        self.agents.append(agent)
+        return agent
+
+    def await_applicants(self, count: int) -> None:
+        """Return when as many agents wait for the others."""
+        if self._watcher is None:
+            secret = endpoint.derived(secret_from_file(str(self.folder / "secret")), "coordination")
+            at = [("127.0.0.1", self.port)]
+            self._watcher = Member.join(at, secret, job="none", ttl=60.0, timeout=PATIENCE)
+        until = time.monotonic() + PATIENCE
+        changes = self._watcher.watch(messages.NODES, timeout=PATIENCE)
+        while len(dict(self._watcher.items(messages.NODES))) != count:
+            assert time.monotonic() < until
+            next(changes)
+
+    def close(self) -> None:
+        """End all agents."""
+        for agent in self.agents:
+            agent.kill()
+        if self._watcher is not None:
+            self._watcher.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    started = Nodes(tmp_path)
+    yield started
+    started.close()
+
+
+WAITS = """
+import os, time
+print("rank", os.environ["RANK"], "is up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_agents_run_a_job(nodes: Nodes) -> None:
+    program = "import os; print('of', os.environ['WORLD_SIZE'], flush=True)"
+    for agent in (nodes.start(program), nodes.start(program)):
+        status, said = agent.end()
+        assert status == 0, said
+        assert "of 2" in said
+
+
+def test_a_notice_while_others_are_waited_for_is_handed_on(nodes: Nodes) -> None:
+    program = "import rallypoint; print('noticed', rallypoint.preempted(), flush=True)"
+    lead = nodes.start(program)
+    nodes.await_applicants(1)
+    lead.signal(signal.SIGUSR1)
+    other = nodes.start(program)
+    status, said = lead.end()
+    assert status == 0
+    assert "noticed True" in said
+    status, said = other.end()
+    assert status == 0
+    assert "noticed False" in said
+
+
+def test_a_launcher_that_waits_for_others_is_suspended_by_ctrl_z(nodes: Nodes) -> None:
+    lead = nodes.start(WAITS)
+    nodes.await_applicants(1)
+    lead.signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, lead.pid, os.WSTOPPED)
+    lead.signal(signal.SIGINT)
+    lead.signal(signal.SIGCONT)
+    assert lead.end()[0] == 128 + signal.SIGINT
+
+
+def test_a_lead_that_is_stopped_while_it_waits_sends_the_others_home(nodes: Nodes) -> None:
+    lead = nodes.start(WAITS, nodes=4)
+    nodes.await_applicants(1)
+    others = [nodes.start(WAITS, nodes=4) for _ in range(2)]
+    nodes.await_applicants(3)
+    began = time.monotonic()
+    lead.signal(signal.SIGINT)
+    assert lead.end()[0] == 128 + signal.SIGINT
+    for other in others:
+        status, said = other.end()
+        assert status == 75
+        assert "node 0 has left the job" in said
+    assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_template_that_dies_while_others_are_waited_for_ends_its_node_alone(
+    nodes: Nodes, leads: bool
+) -> None:
+    lead = nodes.start(WAITS, nodes=3)
+    nodes.await_applicants(1)
+    other = nodes.start(WAITS, nodes=3)
+    nodes.await_applicants(2)
+    victim = lead if leads else other
+    children = Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
+    template = int(children[-1])
+    os.kill(template, signal.SIGKILL)
+    status, said = victim.end()
+    assert status == 128 + signal.SIGKILL
+    assert "launcher-died" in said
+    if leads:
+        assert other.end()[0] == 75
+    else:
+        nodes.await_applicants(1)
