@@ -224,7 +224,8 @@ class Agent:
         outputs = request.outputs if request is not None else (1, 2)
         console = Console(plan, seat, folder.path, outputs)
         streams = RankStreams(plan, folder, console)
-        reporter = Reporter(plan, seat, clock, folder, writer, console)
+        offset = self.others.offset if self.others is not None else 0.0
+        reporter = Reporter(plan, seat, clock, folder, writer, console, offset=offset)
         self._loop, self._console, self._reporter = Loop(clock), console, reporter
         decider = supervisor.Supervisor(
             seat.ranks,

@@ -177,6 +177,11 @@ class OtherNodes:
                     case Exception():
                         raise heard
 
+    @property
+    def offset(self) -> float:
+        """Seconds to add to a time of this agent's clock for that of node 0."""
+        return self._membership.offset
+
     def held(self, attempt: int) -> HeldPort | None:
         """Return the listener where the ranks of an attempt meet, when this is node 0."""
         lead = self._membership.lead

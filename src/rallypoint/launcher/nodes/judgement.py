@@ -19,6 +19,7 @@ class FailedAttempt(NamedTuple):
 
     evidence: Mapping[int, NodeEvidence]  # by node
     lost: tuple[LostNode, ...] = ()
+    unheard: tuple[str, ...] = ()  # hosts of nodes that live and told nothing in time
     misfit: Misfit | None = None
     because: str = ""
     signal: str = ""  # that ended the job from outside
@@ -36,6 +37,7 @@ def judge(plan: Plan, failed: FailedAttempt) -> Sentence:
         failed.evidence.values(),
         world_size=failed.world_size,
         lost=failed.lost,
+        unheard=failed.unheard,
         attempt=failed.attempt,
         held_address=failed.held_address,
         interrupted_by=failed.signal,

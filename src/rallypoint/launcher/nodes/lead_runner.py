@@ -334,6 +334,7 @@ class LeadRunner:
             FailedAttempt(
                 decision.evidence,
                 lost,
+                tuple(self._joining.hosts[node] for node in decision.silent),
                 decision.misfit,
                 decision.because,
                 decision.signal,
