@@ -212,7 +212,7 @@ class Membership:
                 )
             except StoreUnreachable as error:
                 if error.code in FINAL:
-                    raise
+                    raise _refused(nodes, error) from None
                 if left <= 0:
                     raise _timed_out(nodes, str(error), *error.why) from None
                 self._put(NotReached(str(error)))
@@ -297,6 +297,25 @@ class Membership:
                 orders.put(messages.encode(message))
         except Exception as error:
             self._end(error)
+
+
+def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
+    """Return a refusal by the lead's store in the words of a job on several nodes."""
+    if error.code == "wrong-secret":
+        return EnvironmentProblem(
+            "wrong-secret",
+            f"the lead of the job has another secret than {nodes.secret_file} of this node",
+            why=(error.headline,),
+            help=(("copy node 0's file to this node", ""),),
+        )
+    if error.code == "wrong-job":
+        return EnvironmentProblem(
+            "wrong-job",
+            "another job is at this endpoint: its nodes were started with another --rdzv-id",
+            why=(error.headline,),
+            help=(("give each job an endpoint of its own", "--rdzv-endpoint node0:29401"),),
+        )
+    return EnvironmentProblem(error.code, error.headline, why=error.why, help=error.help)
 
 
 def _timed_out(nodes: Nodes, *why: str) -> EnvironmentProblem:
