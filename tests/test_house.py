@@ -39,7 +39,6 @@ NOT_YET_SHORT = {
     "diagnosis/catalogue.py",
     "diagnosis/causes/exceptions.py",
     "diagnosis/classify.py",
-    "diagnosis/doctor/peer_check.py",
     "diagnosis/error_patterns/schedulers.py",
     "diagnosis/logs/blocks.py",
     "diagnosis/logs/reader.py",

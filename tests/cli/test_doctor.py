@@ -59,8 +59,8 @@ DEADLINE = 60.0  # seconds; each of these takes a fraction of one
         ),
         (["--port-range", "20000-20100"], "error[usage]: --port-range is for --listen and --peer"),
         (
-            ["--listen", "29500", "--port-range", "20000-20100"],
-            "error[port-invalid]: port 29500 lies outside the allowed range 20000-20100",
+            ["--listen", "29500"],
+            "error[secret-missing]: a check between two machines needs a secret that both have",
         ),
         (
             ["--listen", "1234", "--only", "shm"],
@@ -78,6 +78,13 @@ def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(headline)
+
+
+@pytest.mark.usefixtures("secret")
+def test_a_port_outside_the_range(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--listen", "29500", "--port-range", "20000-20100"]) == 2
+    headline = "error[port-invalid]: port 29500 lies outside the allowed range 20000-20100"
+    assert capsys.readouterr().err.startswith(headline)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +197,26 @@ def test_standard_descriptors_that_are_closed() -> None:
     assert done.returncode == 0
 
 
-def test_a_port_that_is_taken_cannot_be_listened_on(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that RALLYPOINT_SECRET_FILE names in this test."""
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text("known to both machines")
+    monkeypatch.setenv("RALLYPOINT_SECRET_FILE", str(path))
+    return path
+
+
+def test_a_port_that_is_taken_cannot_be_listened_on(
+    secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert cli.main(["doctor", "--listen", str(other.getsockname()[1])]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error[port-in-use]: ")
     assert f"(pid {os.getpid()}" in " ".join(err.split())
-    assert "rallypoint doctor --listen 0" in err
+    assert f"rallypoint doctor --listen 0 --secret-file {secret}" in err
     assert "--master-port" not in err
 
 

@@ -4,7 +4,6 @@ line and not the end.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import resource
@@ -30,6 +29,7 @@ from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
 from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
 from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
+from rallypoint.errors import StoreTimeout, StoreUnreachable
 from rallypoint.host.addresses import Host
 from rallypoint.host.devices import Build, Device, Found, Look, Process
 from rallypoint.host.firewall import Chain, Condition, Firewall, Rule, nft_chains
@@ -663,7 +663,9 @@ def met(**changed: object) -> PeerContact:
 
 
 def test_two_machines_that_reach_each_other() -> None:
-    assert shown(only(peer_findings.judge_peer("node08:29500", met()))) == (
+    found = only(peer_findings.judge_peer("node08:29500", met()))
+    assert found.why == (peer_findings.TORCH_IS_OPEN,)
+    assert shown(found) == (
         "ok", "",
         "node08:29500: ok both ways; round trip 210 us, 256.0 KiB there and back in 3.0 ms in packets of up to 1448 bytes,"
         " clocks 400 us apart",
@@ -721,51 +723,47 @@ def test_what_differs_between_two_machines_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "code", "words"),
+    ("problem", "code", "fact", "command"),
     [
         (
-            [("10.0.4.8", ConnectionRefusedError(errno.ECONNREFUSED, ""))],
-            "port-refused",
-            "nothing listens there",
+            ("port-refused", "no store at tcp://node08:29500: nothing listens there (127.0.1.1:29500)"),
+            "port-refused", "node08:29500: nothing listens there (127.0.1.1:29500)",
+            "rallypoint doctor --listen 29500 --secret-file F",
         ),
         (
-            [("10.0.4.8", TimeoutError("timed out"))],
-            "address-unreachable",
-            "no answer at all: packets to it are dropped, or it is off",
+            ("address-unreachable", "no store at tcp://node08:29500: No route to host"),
+            "address-unreachable", "node08:29500: No route to host", "sudo nft list ruleset",
         ),
         (
-            [("10.0.4.8", OSError(errno.EHOSTUNREACH, ""))],
-            "address-unreachable",
-            "No route to host",
+            ("store-foreign", "no store at tcp://node08:29500: what answers is no rallypoint store"),
+            "peer-foreign",
+            "node08:29500: what answers there is no rallypoint doctor: what answers is no rallypoint store",
+            "rallypoint doctor --listen 0 --secret-file F",
         ),
         (
-            [
-                ("::1", OSError(errno.ENETUNREACH, "")),
-                ("10.0.4.8", ConnectionRefusedError(errno.ECONNREFUSED, "")),
-            ],
-            "port-refused",
-            "nothing",
+            ("wrong-secret", "the store at tcp://node08:29500 has another secret than this client was given"),
+            "wrong-secret", "node08:29500: it has another secret than this machine", "sha256sum F",
         ),
     ],
-)
-def test_connections_that_do_not_come_about_are_told_apart(
-    failures: list[tuple[str, OSError]], code: str, words: str
+)  # fmt: skip
+def test_machines_that_do_not_let_us_in_are_told_apart(
+    problem: tuple[str, str], code: str, fact: str, command: str
 ) -> None:
-    found = peer_findings.unconnected("node08:29500", 29500, failures)
-    assert (found.mark, found.code) == ("fault", code)
-    assert words in found.fact
-    assert [line.partition(": ")[0] for line in found.why][: len(failures)] == [
-        address for address, _ in failures
-    ]
-    assert ("::1 is this machine itself, and no other" in found.why) == (failures[0][0] == "::1")
+    found = peer_findings.unconnected("node08:29500", StoreUnreachable(*problem))
+    assert shown(found) == ("fault", code, fact)
+    assert found.help[-1].command == command
+    own = "127.0.1.1 is this machine itself, and no other"
+    assert (own in found.why) == (code == "port-refused")
 
 
-def test_strangers_are_quoted_safely() -> None:
-    found = peer_findings.no_doctor(
-        "node08:29500", "it speaks another protocol", b"HTTP/1.1 400\r\n\x1b[31m\xff"
-    )
-    assert found.why == (r"it said first: 'HTTP/1.1 400\r\n\x1b[31m\\xff'",)
-    assert "\x1b" not in doctor.text(msgspec.structs.replace(found, fact="\x1b[2Jgone"))
+def test_a_listener_that_gives_no_answer_is_none() -> None:
+    found = peer_findings.unconnected("node08:29500", StoreTimeout("wait-timeout", "nobody set x"))
+    assert shown(found)[:2] == ("fault", "peer-foreign")
+    assert found.fact.endswith("is no rallypoint doctor: no answer came in time")
+
+
+def test_what_another_machine_says_is_shown_safely() -> None:
+    assert "\x1b" not in doctor.text(ok("\x1b[2Jgone", "peer"))
 
 
 # --- the engine
@@ -926,8 +924,10 @@ def test_sizes() -> None:
 
 def test_the_line_for_the_other_machine_can_be_typed_in_any_shell() -> None:
     """zsh takes [...] for a pattern, and refuses one that fits no file."""
-    said = peer_findings.waiting("node07", ("10.0.0.7", "fd00::2"), 38089, 600.0)
+    said = peer_findings.waiting(
+        "node07", ("10.0.0.7", "fd00::2"), 38089, 600.0, " --secret-file s"
+    )
     assert [one.command for one in said.help] == [
-        "rallypoint doctor --peer 10.0.0.7:38089",
-        "rallypoint doctor --peer '[fd00::2]:38089'",
+        "rallypoint doctor --peer 10.0.0.7:38089 --secret-file s",
+        "rallypoint doctor --peer '[fd00::2]:38089' --secret-file s",
     ]

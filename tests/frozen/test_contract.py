@@ -29,6 +29,7 @@ from . import golden, public_names
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RALLYPOINT = (sys.executable, "-P", "-m", "rallypoint")
+SECRET = ("--secret-file", "secret")
 COMMANDS = ("run", "show", "serve", "explain", "stacks", "stop", "doctor")
 FOREIGN = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_.*|RALLYPOINT_.*|TORCH.*|PET_.*|.*_NUM_THREADS|PYTEST_.*|SLURM_.*|COLUMNS|NO_COLOR|FORCE_COLOR|CUDA_.*"
@@ -142,6 +143,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, body in {"ends": "exit $1", "dies": "kill -9 $$"}.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
+    (folder / "secret").touch(0o600)
+    (folder / "secret").write_text("known to both machines")
     (folder / "unknown").write_bytes(b"\x00\x01\x02\x03")
     (folder / "unknown").chmod(0o755)
     return folder
@@ -420,7 +423,7 @@ def test_json_documents(place: Path, environment: dict[str, str], jobs: Jobs) ->
         "show --error-format json": ["show", str(raised.folder)],
         "show --list --error-format json": ["show", "--list"],
         "doctor --error-format json": ["doctor", "--only", "versions,memory"],
-        "doctor --peer --error-format json": ["doctor", "--peer", "127.0.0.1:1"],
+        "doctor --peer --error-format json": ["doctor", "--peer", "127.0.0.1:1", *SECRET],
         "explain FILE --error-format json": ["explain", "job.log"],
         "run --error-format json, wrong usage": ["run", "--master-port", "x", "program.py"],
     }
@@ -531,7 +534,7 @@ def test_exit_statuses(place: Path, environment: dict[str, str], jobs: Jobs) -> 
         "explain of a log without a cause": ["explain", "nothing.log"],
         "explain of a file that is not there": ["explain", "absent.log"],
         "doctor finds nothing broken": ["doctor", "--only", "versions"],
-        "doctor finds something broken": ["doctor", "--peer", "127.0.0.1:1"],
+        "doctor finds something broken": ["doctor", "--peer", "127.0.0.1:1", *SECRET],
     }
     seen = _commands(place, environment, [(words, {}) for words in commands.values()])
     lines = [f"{job.status} {name}" for name, job in jobs.ended.items()]

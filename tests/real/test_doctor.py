@@ -24,12 +24,9 @@ from typing import Any
 import pytest
 
 from rallypoint.diagnosis.doctor import peer_check
-from rallypoint.diagnosis.doctor.peer_check import (
-    PeerConversation,
-    PeerHello,
-    PeerStep,
-    this_side,
-)
+from rallypoint.diagnosis.doctor.finding import Finding
+from rallypoint.store.discovery import derived
+from rallypoint.store.server.server import Server
 
 DOCTOR = (sys.executable, "-P", "-m", "rallypoint", "doctor")
 DEADLINE = 100.0  # seconds; the job alone takes 3 on a machine that does nothing else
@@ -210,6 +207,18 @@ def _until(there: Callable[[], bool]) -> None:
 # --- two machines
 # --------------------------------------------------------------------------------------------------
 
+SECRET = b"known to both machines"
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the secret, which the doctors of this test are told by the environment."""
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_bytes(SECRET)
+    monkeypatch.setenv("RALLYPOINT_SECRET_FILE", str(path))
+    return path
+
 
 @contextmanager
 def listening(
@@ -235,13 +244,13 @@ def line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def test_a_way_that_is_well_is_ok_both_ways_on_both_machines() -> None:
-    with listening() as (listener, port, _):
+def test_a_way_that_is_well_is_ok_both_ways_on_both_machines(secret_file: Path) -> None:
+    with listening() as (listener, port, command):
+        assert command.endswith(f":{port} --secret-file {shlex.quote(str(secret_file))}")
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            noted = line(listener)
-        assert (noted["mark"], noted["code"]) == ("note", "peer-foreign")
-        assert noted["why"] == [r"it said first: 'GET / HTTP/1.1\r\n\r\n'"]
+            assert listener.stderr is not None
+            assert "turned away ::ffff:127.0.0.1: an HTTP request" in listener.stderr.readline()
         status, (there,) = examined("--peer", f"127.0.0.1:{port}")
         here = line(listener)
         assert (status, there["mark"], here["mark"]) == (0, "ok", "ok"), (there, here)
@@ -255,6 +264,30 @@ def test_a_way_that_is_well_is_ok_both_ways_on_both_machines() -> None:
         assert listener.wait(DEADLINE) == -signal.SIGINT
 
 
+@pytest.mark.parametrize("options", [("--listen", "0"), ("--peer", "127.0.0.1:29500")])
+def test_without_a_secret_nothing_is_said_to_anybody(options: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [*DOCTOR, *options],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "RALLYPOINT_SECRET_FILE"},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error[secret-missing]: ")
+    assert "head -c 32 /dev/urandom | base64 > ~/rallypoint-secret" in done.stderr
+    assert f"rallypoint doctor {options[0]} " in done.stderr
+
+
+def test_a_machine_with_another_secret_is_told_so(secret_file: Path) -> None:
+    with listening() as (_, port, _):
+        secret_file.write_bytes(b"another secret, as long")
+        status, (found,) = examined("--peer", f"127.0.0.1:{port}")
+    assert (status, found["mark"], found["code"]) == (1, "fault", "wrong-secret")
+
+
+@pytest.mark.usefixtures("secret_file")
 def test_both_sides_listen_within_their_ranges() -> None:
     """What a firewall between them lets through."""
     low, high = _free_range(8)
@@ -285,33 +318,39 @@ def _free_range(count: int) -> tuple[int, int]:
     raise AssertionError("no free range")
 
 
-def test_a_caller_that_asks_too_much_is_left() -> None:
-    with listening() as (listener, port, _), socket.create_connection(("127.0.0.1", port)) as sock:
-        spoken = PeerConversation(sock)
-        spoken.send(PeerHello(this_side(), 1, "token"))
-        spoken.receive()
-        for _ in range(peer_check.PINGS):
-            spoken.send(PeerStep("ping"))
-            spoken.expect("pong")
-        spoken.send(PeerStep("ping"))
-        found = line(listener)
-        assert (found["mark"], found["code"]) == ("fault", "peer-foreign")
-        assert found["fact"].endswith("ended the conversation early: another step came than coming")
-
-
 def test_the_listener_ends_by_itself() -> None:
-    *_, last = peer_check.run_server(0, first_wait=0.2)
+    *_, last = peer_check.run_server(0, SECRET, first_wait=0.2)
     assert (last.mark, last.code) == ("fault", "address-unreachable")
     assert last.fact.endswith("within 0 s")
-    lines = peer_check.run_server(0, linger=0.1)
-    port = re.search(r"port (\d+)", next(lines).fact)
-    assert port
-    visitor = threading.Thread(target=lambda: peer_check.run_client("127.0.0.1", int(port[1])))
-    visitor.start()
+    lines = peer_check.run_server(0, SECRET, linger=0.1)
+    found = called(port_of(next(lines)))
     assert [one.mark for one in lines] == ["ok"]
-    visitor.join()
+    assert [one.mark for one in found()] == ["ok"]
 
 
+def port_of(first: Finding) -> int:
+    port = re.search(r"port (\d+)", first.fact)
+    assert port
+    return int(port[1])
+
+
+def called(port: int) -> Callable[[], list[Finding]]:
+    """Call at a listener, beside; returns what waits for the findings."""
+    found: list[Finding] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(peer_check.run_client("127.0.0.1", port, SECRET))
+    )
+    thread.start()
+
+    def wait() -> list[Finding]:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+        return found
+
+    return wait
+
+
+@pytest.mark.usefixtures("secret_file")
 def test_several_peers_each_told_apart() -> None:
     with socket.socket() as held, listening() as (_, port, _):
         held.bind(("127.0.0.1", 0))  # bound, and not listening
@@ -324,109 +363,22 @@ def test_several_peers_each_told_apart() -> None:
         ("fault", "address-unresolved"),
         ("ok", ""),
     ]
-    assert found[0]["help"][0]["command"] == f"rallypoint doctor --listen {refusing}"
+    assert (
+        found[0]["help"][0]["command"] == f"rallypoint doctor --listen {refusing} --secret-file F"
+    )
     assert "ok both ways" in found[2]["fact"]
 
 
-@contextmanager
-def other_machine(talk: Callable[[PeerConversation, PeerHello], None]) -> Iterator[int]:
-    """Somebody who speaks the protocol up to a point; the port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            sock, _ = server.accept()
-            with sock:
-                spoken = PeerConversation(sock)
-                hello = spoken.receive()
-                assert isinstance(hello, PeerHello)
-                talk(spoken, hello)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield server.getsockname()[1]
-        thread.join(DEADLINE)
-        assert not thread.is_alive()
-
-
-def polite(spoken: PeerConversation, hello: PeerHello, port: int, token: str = "") -> None:
-    """Everything but the bulk, as a doctor would; `port` is where the caller shall come to."""
-    spoken.send(PeerHello(this_side(), port, token, "127.0.0.1"))
-    until_called(spoken, "it did not come")
-    spoken.send(PeerStep("called", peer_check.come_to("127.0.0.1", hello.port, hello.token)))
-
-
-def until_called(spoken: PeerConversation, problem: str) -> None:
-    """Answer as a doctor would, until the caller wants to be called."""
-    for _ in range(peer_check.PINGS):
-        spoken.expect("ping", DEADLINE)
-        spoken.send(PeerStep("pong"))
-    spoken.expect("coming", DEADLINE)
-    spoken.send(PeerStep("came", problem))
-    spoken.expect("call me", DEADLINE)
-
-
-def test_one_direction_that_is_closed() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound, and not listening
-
-        def talk(spoken: PeerConversation, hello: PeerHello) -> None:
-            polite(spoken, hello, held.getsockname()[1])
-            spoken.expect("bulk")
-            spoken.send(PeerStep("bulk"))
-
-        with other_machine(talk) as port:
-            (found,) = peer_check.run_client("127.0.0.1", port)
-    name = socket.gethostname()
-    assert (found.mark, found.code) == ("fault", "peer-one-way")
-    assert found.fact.endswith(
-        f"{name} does not reach {name} at 127.0.0.1:{held_port(found.fact)}: nothing listens there"
-    )
-
-
-def held_port(fact: str) -> str:
-    return str(re.findall(r"127\.0\.0\.1:(\d+)", fact)[-1])
-
-
-def test_words_that_come_through_and_many_bytes_that_do_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def let_in() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                assert sock.recv(5) == b"token"
-
-        def talk(spoken: PeerConversation, hello: PeerHello) -> None:
-            thread = threading.Thread(target=let_in)
-            thread.start()
-            spoken.send(PeerHello(this_side(), listener.getsockname()[1], "token", "127.0.0.1"))
-            until_called(spoken, "")
-            thread.join()
-            spoken.send(
-                PeerStep("called", peer_check.come_to("127.0.0.1", hello.port, hello.token))
-            )  # and now the cable is pulled
-
-        with other_machine(talk) as port:
-            (found,) = peer_check.run_client("127.0.0.1", port)
-    assert (found.mark, found.code) == ("fault", "large-packets-lost")
-    assert (
-        f"127.0.0.1:{port}: single words come through, and 256.0 KiB at a time do not" in found.fact
-    )
-
-
-def test_another_version_of_the_protocol_and_an_end_in_the_middle() -> None:
-    def newer(spoken: PeerConversation, hello: PeerHello) -> None:
-        spoken.send(PeerHello(this_side(), 1, "", "", peer_check.PROTOCOL + 1))
-
-    def early(spoken: PeerConversation, hello: PeerHello) -> None:
-        spoken.send(PeerHello(this_side(), 1, "", "127.0.0.1"))
-
-    with other_machine(newer) as port:
-        (found,) = peer_check.run_client("127.0.0.1", port)
-    assert (found.code, "install the same on both" in found.fact) == ("peer-foreign", True)
-    with other_machine(early) as port:
-        (found,) = peer_check.run_client("127.0.0.1", port)
-    assert found.code == "peer-foreign"
-    assert "ended the conversation early" in found.fact
+def test_a_store_that_is_no_doctor_and_one_where_none_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_check, "TURN", 0.2)
+    for job, said in (("job7", "job7"), (peer_check.JOB, "no answer came in time")):
+        with Server(secret=derived(SECRET, "doctor"), job=job, local=False) as server:
+            port = int(server.address.rpartition(":")[2])
+            (found,) = peer_check.run_client("127.0.0.1", port, SECRET)
+        assert (found.mark, found.code) == ("fault", "peer-foreign")
+        assert said in found.fact
 
 
 def _has_link(machine: Sequence[str], name: str) -> bool:
@@ -499,9 +451,27 @@ def two_machines() -> Iterator[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.root
-def test_two_machines_with_a_cable_between_them() -> None:
+def test_a_firewall_and_packets_that_are_too_large(secret_file: Path) -> None:
+    """What drops: first all new connections to the caller, then everything above 1000 bytes."""
+    table = "nft add table inet t; nft add chain inet t in '{ type filter hook input priority 0; }'"
+    with two_machines() as (here, there), listening(there) as (listener, port, _):
+        for rule, code, fact in (
+            ("ct state new drop", "peer-one-way", " does not reach node07 at 10.77.0.1:"),
+            ("meta length 1000-65535 drop", "large-packets-lost", "256.0 KiB at a time do not"),
+        ):
+            script = f"{table}; nft add rule inet t in iif != lo {rule}"
+            subprocess.run([*here, "sh", "-c", script], check=True)
+            status, (found, *_) = examined("--peer", f"10.77.0.2:{port}", before=here)
+            assert (status, found["mark"], found["code"]) == (1, "fault", code), found
+            assert fact in found["fact"]
+            assert line(listener)["code"] == code
+            subprocess.run([*here, "nft", "flush", "ruleset"], check=True)
+
+
+@pytest.mark.root
+def test_two_machines_with_a_cable_between_them(secret_file: Path) -> None:
     with two_machines() as (here, there), listening(there) as (listener, port, command):
-        assert command == f"rallypoint doctor --peer 10.77.0.2:{port}"
+        assert command == f"rallypoint doctor --peer 10.77.0.2:{port} --secret-file {secret_file}"
         status, (well, *notes) = examined("--peer", f"10.77.0.2:{port}", before=here)
         assert (status, well["mark"]) == (0, "ok"), well
         assert well["fact"].startswith(f"10.77.0.2:{port} (node08): ok both ways; round trip ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,17 +30,20 @@ def main(argv: list[str]) -> int:
 
         values = args.values(line, DOCTOR)
         listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
+        path = values["secret_file"]
         _refuse(values)
         # one that was closed when we started must not become a pipe of ours
         processes.open_standard_descriptors()
         screen = _DoctorScreen(values["error_format"])
         if listen is not None:
-            return screen.show(listen_for_peers(listen, port_range))
+            return screen.show(listen_for_peers(listen, path, port_range))
         if peers:
-            return screen.show(check_peers(peers, port_range, screen))
+            return screen.show(
+                check_peers(peers, _secret(path, "--peer HOST:PORT"), port_range, screen)
+            )
         return examine(_names(values["only"], values["skip"]), screen)
 
-    return args.invoke(DOCTOR, argv, act)
+    return args.invoke(DOCTOR, argv, act, os.environ)
 
 
 def examine(names: tuple[str, ...], screen: _DoctorScreen) -> int:
@@ -50,29 +55,46 @@ def examine(names: tuple[str, ...], screen: _DoctorScreen) -> int:
 
 
 def check_peers(
-    peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _DoctorScreen
+    peers: Iterable[tuple[str, int]],
+    secret: bytes,
+    port_range: tuple[int, int] | None,
+    screen: _DoctorScreen,
 ) -> Iterator[Finding]:
     """Check the way to each of these machines and back."""
     from rallypoint.diagnosis.doctor import peer_check
 
     for host, port in peers:
         screen.starting(f"{host}:{port}")
-        yield from peer_check.run_client(host, port, port_range)
+        yield from peer_check.run_client(host, port, secret, port_range)
 
 
-def listen_for_peers(port: int, port_range: tuple[int, int] | None) -> Iterator[Finding]:
+def listen_for_peers(port: int, path: str, port_range: tuple[int, int] | None) -> Iterator[Finding]:
     """Let other machines check the way to here and back, until none comes any more."""
     from rallypoint.diagnosis.doctor import peer_check
 
+    secret = _secret(path, f"--listen {port}")
+    given = f" --secret-file {shlex.quote(path)}"
     try:
-        yield from peer_check.run_server(port, port_range)
+        yield from peer_check.run_server(port, secret, port_range, to_type=given)
     except (UsageError, EnvironmentProblem) as refused:  # its help is of other commands' options
-        sentence, command = "take any free port", "rallypoint doctor --listen 0"
+        sentence, command = "take any free port", f"rallypoint doctor --listen 0{given}"
         if port_range is not None and refused.code != "ports-exhausted":
             sentence += " of the range"
             command += " --port-range {}-{}".format(*port_range)
         help = ((sentence, command),)
         raise type(refused)(refused.code, refused.headline, why=refused.why, help=help) from refused
+
+
+def _secret(path: str, options: str) -> bytes:
+    """Read the secret of both machines. Raises UsageError `secret-missing` without a file."""
+    from rallypoint.store.discovery import needed_secret
+
+    return needed_secret(
+        path,
+        "a check between two machines needs a secret that both have, and none was named",
+        "both prove that they know it before they say anything, as the nodes of a job do",
+        f"rallypoint doctor {options}",
+    )
 
 
 def _refuse(values: dict[str, Any]) -> None:
@@ -85,14 +107,14 @@ def _refuse(values: dict[str, Any]) -> None:
             "--listen and --peer exclude each other: one machine listens, and the other calls"
         )
         help = (
-            ("on this machine", "rallypoint doctor --listen 29500"),
-            ("on the other", "rallypoint doctor --peer HOST:29500"),
+            ("on this machine", "rallypoint doctor --listen 29500 --secret-file F"),
+            ("on the other", "rallypoint doctor --peer HOST:29500 --secret-file F"),
         )
     elif (is_listening or values["peer"]) and (values["only"] or values["skip"]):
         headline = "--only and --skip choose among the checks of this machine, and --listen and --peer make none of these"
     elif range_ and not is_listening and not values["peer"]:
         headline = "--port-range is for --listen and --peer: the checks of this machine look at the kernel's range"
-        command = "rallypoint doctor --listen 0 --port-range {}-{}".format(*range_)
+        command = "rallypoint doctor --listen 0 --secret-file F --port-range {}-{}".format(*range_)
         help = (("on this machine", command),)
     if headline:
         raise UsageError("usage", headline, help=help)

@@ -394,6 +394,7 @@ DOCTOR = (
         metavar="HOST:PORT", read=read_peer, default=(), example="--peer node08:29500",
         adds_up=True,
     ),
+    _reworded("secret_file", "with --listen or --peer: a file (mode 0600) with the secret that both machines have, as a job on both needs it"),
     _reworded("port_range", "with --listen or --peer: this side listens on ports of this range only, as a firewall may ask for"),
     Option(
         "--only", "these checks and no others",

@@ -306,7 +306,7 @@ _LISTED = (
     ),
     Cause(
         "secret-missing",
-        "an address was given, or a job on several nodes started, without a secret",
+        "an address was given, or a job or check on several machines started, without a secret",
         "usage",
     ),
     Cause(

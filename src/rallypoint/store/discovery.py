@@ -8,6 +8,7 @@ itself is kept nowhere: it is read when it is needed.
 
 from __future__ import annotations
 
+import hmac
 import os
 import stat
 from collections.abc import Callable
@@ -292,6 +293,28 @@ def _unreadable(shown: str, why: str, help: tuple[tuple[str, str], ...] = ()) ->
     return EnvironmentProblem(
         "secret-unreadable", f"the secret in {shown} cannot be used: {why}", help=help
     )
+
+
+def needed_secret(path: str, missing: str, why: str, command: str) -> bytes:
+    """Read the secret that several machines share. `path` is "" when none was named: raises
+    UsageError `secret-missing` with this headline and reason, and `command` to name one with."""
+    if path:
+        return secret_from_file(path)
+    make = "(umask 077 && head -c 32 /dev/urandom | base64 > ~/rallypoint-secret)"
+    raise UsageError(
+        "secret-missing",
+        missing,
+        why=(why,),
+        help=(
+            ("make one, once, where all nodes can read it", make),
+            ("and name it on every node", f"{command} --secret-file ~/rallypoint-secret"),
+        ),
+    )
+
+
+def derived(secret: bytes, purpose: str) -> bytes:
+    """Return the secret of one purpose: HMAC-SHA256 under the one that a file has."""
+    return hmac.digest(secret, purpose.encode(), "sha256")
 
 
 def new_secret() -> bytes:

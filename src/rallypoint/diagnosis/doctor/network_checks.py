@@ -263,7 +263,10 @@ def judge_firewall(
         )
     if outside is not None:
         port, interface, _, blocked = outside
-        help = ("before a job on several machines, try the way", "rallypoint doctor --listen 29500")
+        help = (
+            "before a job on several machines, try the way",
+            "rallypoint doctor --listen 29500 --secret-file F",
+        )
         found.append(
             note(
                 "firewall-blocks",

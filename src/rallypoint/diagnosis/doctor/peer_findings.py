@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from functools import partial
 import msgspec
 
 from rallypoint.diagnosis.doctor import finding
-from rallypoint.diagnosis.doctor.finding import Finding, duration, ok, size
+from rallypoint.diagnosis.doctor.finding import Finding, duration, size
 from rallypoint.diagnosis.report import Help
-from rallypoint.errors import RallypointError
-from rallypoint.host.resolver import Answer
+from rallypoint.errors import RallypointError, StoreTimeout
 
 PEER = "peer"
 """Check name of all these findings."""
@@ -25,6 +23,19 @@ fault, note = partial(finding.fault, check=PEER), partial(finding.note, check=PE
 BULK_BYTES = 256 * 1024
 """Bytes sent each way: more than the first windows of both sides, so that some hundred full packets
 must come through."""
+
+LISTEN, SECRET = "rallypoint doctor --listen", "--secret-file F"
+
+NO_DOCTOR = dict.fromkeys(
+    ("store-foreign", "store-silent", "store-closed", "session-lost", "wrong-job", "wait-timeout"),
+    "peer-foreign",
+)
+"""Codes of the store for what does not behave as a doctor's does."""
+
+TORCH_IS_OPEN = (
+    "torch's own sockets (its store at MASTER_PORT, gloo, NCCL) ask for no secret: "
+    "whoever reaches them can read and change what goes over them"
+)
 
 CLOCKS_APART = 1.0
 """Seconds: with more, the logs of two nodes cannot be read side by side."""
@@ -97,7 +108,8 @@ def judge_peer(asked: str, met: PeerContact) -> list[Finding]:
     packets = f" in packets of up to {met.packet} bytes" if met.packet else ""
     who = "" if other in asked else f" ({other})"
     well = f"{trip}{size(BULK_BYTES)} there and back{speed}{packets}, clocks {duration(abs(met.ahead))} apart"
-    return [ok(f"{asked}{who}: ok both ways; {well}", PEER), *_notes(met)]
+    fact = f"{asked}{who}: ok both ways; {well}"
+    return [Finding("ok", fact, why=(TORCH_IS_OPEN,), check=PEER), *_notes(met)]
 
 
 def _closed(fact: str, where: str, source: str, met: PeerContact) -> Finding:
@@ -160,58 +172,38 @@ def _notes(met: PeerContact) -> list[Finding]:
 # --------------------------------------------------------------------------
 
 
-def unresolved(host: str, answer: Answer) -> Finding:
-    said = (
-        f"the resolver gave no answer within {answer.took:.1f} s" if answer.silent else answer.error
-    )
-    return fault(
-        "address-unresolved",
-        f"the name {host} has no address here: {said}",
-        ("ask this machine's resolver", f"getent hosts {host}"),
-        ("or give the address instead of the name", ""),
-    )
-
-
-def unconnected(asked: str, port: int, failures: Sequence[tuple[str, OSError]]) -> Finding:
-    """Report that no address of the other was connected to. `failures`: each with its error, in the
-    order they were tried."""
-    said = {
-        address: os.strerror(error.errno) if error.errno else "no answer at all"
-        for address, error in failures
-    }
-    why = [f"{address}: {words}" for address, words in said.items()]
-    if own := next((one for one in said if one == "::1" or one.startswith("127.")), ""):
-        why.append(f"{own} is this machine itself, and no other")
-    if any(error.errno == errno.ECONNREFUSED for _, error in failures):
-        return fault(
-            "port-refused",
-            f"{asked}: nothing listens there",
-            (
-                "start it on that machine, and then this one again",
-                f"rallypoint doctor --listen {port}",
-            ),
-            why=tuple(why),
+def unconnected(asked: str, problem: RallypointError) -> Finding:
+    """Report that the machine did not let this one in, or gave no answer. `problem`: of the store's
+    client."""
+    why, help, fact = list(problem.why), problem.help, said(problem)
+    port = asked.rpartition(":")[2]
+    if problem.code in NO_DOCTOR:
+        fact = f"what answers there is no rallypoint doctor: {fact}"
+        help = (
+            ("see on that machine who has the port", f"ss -ltnp 'sport = :{port}'"),
+            ("or let doctor listen on another one there", f"{LISTEN} 0 {SECRET}"),
         )
-    address, last = failures[-1]
-    is_dropped = last.errno in (None, errno.ETIMEDOUT)
-    return fault(
-        "address-unreachable",
-        f"{asked}: {said[address]}{': packets to it are dropped, or it is off' * is_dropped}",
-        ("see which way packets to it go", f"ip route get {address}"),
-        (f"and on that machine, whether its firewall lets port {port} in", "sudo nft list ruleset"),
-        why=tuple(why),
-    )
+    elif problem.code == "port-refused":
+        line = f"{LISTEN} {port} {SECRET}"
+        help = (("start it on that machine, and then this one again", line),)
+        if own := re.search(r"127\.[\d.]*\d|\[::1\]", f"{asked} {fact}"):
+            why.append(f"{own[0]} is this machine itself, and no other")
+    elif problem.code == "address-unreachable":
+        allow = f"and on that machine, whether its firewall lets port {port} in"
+        help = (*problem.help, (allow, "sudo nft list ruleset"))
+    elif problem.code == "wrong-secret":
+        fact = "it has another secret than this machine"
+        help = (("compare the files on both machines", "sha256sum F"),)
+    code = NO_DOCTOR.get(problem.code, problem.code)
+    return fault(code, f"{asked}: {fact}", *help, why=tuple(why))
 
 
-def no_doctor(asked: str, said: str, first: bytes = b"") -> Finding:
-    """Report that a server answers there, and that it is no doctor."""
-    return fault(
-        "peer-foreign",
-        f"{asked}: what answers there is no rallypoint doctor: {said}",
-        ("see on that machine who has the port", f"ss -ltnp 'sport = :{asked.rpartition(':')[2]}'"),
-        ("or let doctor listen on another one there", "rallypoint doctor --listen 0"),
-        why=_quoted(first),
-    )
+def said(problem: Exception) -> str:
+    """Return an error of the store's client without the store, which is no word of a doctor's."""
+    if isinstance(problem, StoreTimeout):
+        return "no answer came in time"
+    head, _, rest = str(problem).partition("\n")[0].partition(": ")
+    return rest if head.startswith("no store at ") else f"{head}: {rest}" if rest else head
 
 
 def refused(problem: RallypointError) -> Finding:
@@ -222,25 +214,19 @@ def refused(problem: RallypointError) -> Finding:
 # ------------------------------------------------------------------------------------------
 
 
-def waiting(host: str, addresses: Sequence[str], port: int, seconds: float) -> Finding:
-    """Say what to type on the other machine: the first line."""
+def waiting(
+    host: str, addresses: Sequence[str], port: int, seconds: float, to_type: str = ""
+) -> Finding:
+    """Say what to type on the other machine: the first line. `to_type`: further options."""
     help = tuple(
         Help(
             "or" if i else "on the other machine",
-            f"rallypoint doctor --peer {shlex.quote(joined(address, port))}",
+            f"rallypoint doctor --peer {shlex.quote(joined(address, port))}{to_type}",
         )
         for i, address in enumerate(addresses or (host,))
     )
     fact = f"{host} listens on port {port} for {seconds:.0f} s"
     return Finding("ok", fact, help=help, check=PEER)
-
-
-def stranger(address: str, said: str, first: bytes) -> Finding:
-    return note(
-        "peer-foreign",
-        f"{address} connected, and is no rallypoint doctor: {said}",
-        why=_quoted(first),
-    )
 
 
 def nobody(port: int, seconds: float) -> Finding:
@@ -250,10 +236,6 @@ def nobody(port: int, seconds: float) -> Finding:
         ("see whether a firewall of this machine lets it in", "sudo nft list ruleset"),
         why=("packets are dropped on the way, or no rallypoint doctor --peer was started",),
     )
-
-
-def _quoted(first: bytes) -> tuple[str, ...]:
-    return (f"it said first: {first[:60].decode('ascii', 'backslashreplace')!r}",) if first else ()
 
 
 def joined(address: str, port: int) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 
-from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import addresses, ports, probe, resolver
 from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import rendezvous_file
 from rallypoint.launcher.plan import Nodes
 from rallypoint.launcher.rendezvous_file import RendezvousFile
-from rallypoint.store.discovery import secret_from_file
+from rallypoint.store.discovery import needed_secret
 
 RESOLVE_TIMEOUT = 2.0
 """Seconds for the name of the endpoint. One that gives no answer by then is asked again."""
@@ -26,28 +25,12 @@ def job_secret(nodes: Nodes) -> bytes:
     Raises UsageError `secret-missing` when no file was named, and what `secret_from_file` raises
     for a file that is no good.
     """
-    if nodes.secret_file:
-        return secret_from_file(nodes.secret_file)
-    raise UsageError(
-        "secret-missing",
+    return needed_secret(
+        nodes.secret_file,
         f"a job on {nodes.count} nodes needs a secret that all of them have, and none was named",
-        why=("whoever can reach the lead's port could join the job without one",),
-        help=(
-            (
-                "make one, once, where all nodes can read it",
-                "(umask 077 && head -c 32 /dev/urandom | base64 > ~/rallypoint-secret)",
-            ),
-            (
-                "and name it on every node",
-                "rallypoint run --secret-file ~/rallypoint-secret ...",
-            ),
-        ),
+        "whoever can reach the lead's port could join the job without one",
+        "rallypoint run ...",
     )
-
-
-def derived(secret: bytes, purpose: str) -> bytes:
-    """Return the secret of one purpose: HMAC-SHA256 under the job's own."""
-    return hmac.digest(secret, purpose.encode(), "sha256")
 
 
 class Claim:
