@@ -65,7 +65,7 @@ PURE = (
     "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py",
     "launcher/agent/supervisor.py", "launcher/exits.py", "launcher/restarts.py",
     "launcher/nodes/messages.py", "launcher/nodes/joining.py", "launcher/nodes/refusals.py",
-    "launcher/nodes/all_ranks.py", "launcher/nodes/lead.py",
+    "launcher/nodes/all_ranks.py", "launcher/nodes/all_standings.py", "launcher/nodes/lead.py",
 )  # fmt: skip
 IMPURE = {
     "asyncio",

@@ -403,3 +403,62 @@ def test_a_rank_elsewhere_is_named_before_one_that_waits_in_backward() -> None:
     report = rank_snapshot.stalled(found, 60.0)
     assert (report.code, report.ranks) == ("job-stalled", (1,))
     assert report.where.startswith("train.py:30")
+
+
+# --- several nodes
+
+
+def on(node: int, host: str, one: RankStanding) -> RankStanding:
+    return msgspec.structs.replace(one, node=node, host=host)
+
+
+def test_of_several_nodes_ranks_and_processes_are_told_with_their_hosts() -> None:
+    found = job(
+        on(0, "gpu01", at(0, REDUCE)),
+        on(0, "gpu01", at(1, REDUCE)),
+        on(1, "gpu02", at(2, REDUCE)),
+        on(1, "gpu02", at(3, LOAD)),
+    )
+    assert rank_snapshot.sentence(found) == (
+        "ranks 0-1 on gpu01 and rank 2 on gpu02 wait in all_reduce at train.py:42; "
+        "rank 3 on gpu02 is at train.py:30 in load"
+    )
+    lines = rank_snapshot.text(found).splitlines()
+    assert any(line.startswith("rank 3  pid 4003 on gpu02 · running") for line in lines)
+    assert any("pids 4000-4001 on gpu01, pid 4002 on gpu02 · " in line for line in lines)
+    assert "train.py, 4 ranks on 2 nodes, " in lines[-1]
+    report = rank_snapshot.stalled(found, 60.0)
+    assert report.where == "train.py:30 in load, pid 4003 on gpu02"
+
+
+def test_two_nodes_of_one_machine_are_told_apart() -> None:
+    found = job(on(0, "gpu01", at(0, REDUCE)), on(1, "gpu01", at(1, LOAD)))
+    assert rank_snapshot.sentence(found).endswith(
+        "; rank 1 on node 1 (gpu01) is at train.py:30 in load"
+    )
+
+
+def test_ranks_on_many_nodes_are_counted() -> None:
+    found = job(*(on(rank, f"gpu{rank}", at(rank, REDUCE)) for rank in range(9)), size=10)
+    assert rank_snapshot.sentence(found).startswith("ranks 0-8 on 9 nodes wait in all_reduce")
+    assert "\nranks 0-8  on 9 nodes · running for 33 s" in rank_snapshot.text(found)
+
+
+def test_a_node_that_was_not_heard_comes_first_and_no_mismatch_is_told() -> None:
+    silent = RankStanding(1, 0, "", missing="unheard", node=1, host="gpu02")
+    found = job(
+        on(0, "gpu01", at(0, REDUCE, since=60.0)),
+        silent,
+        on(2, "gpu03", at(2, in_collective("barrier"), since=60.0)),
+    )
+    assert rank_snapshot.groups(found)[0].numbers == (1,)
+    told = "rank 1 on gpu02 has not been seen: the launcher there gave no answer"
+    assert told in rank_snapshot.sentence(found)
+    assert "\nrank 1  on gpu02\n    has not been seen: " in rank_snapshot.text(found)
+    assert rank_snapshot.mismatch(found) is None
+
+
+def test_the_line_that_lets_a_stopped_rank_go_on_is_for_its_machine() -> None:
+    stopped = on(1, "gpu02", msgspec.structs.replace(at(1, ()), state="T", missing="stopped"))
+    report = rank_snapshot.stalled(job(on(0, "gpu01", at(0, REDUCE)), stopped), 60.0)
+    assert report.help[0].command == "ssh gpu02 kill -CONT 4001"

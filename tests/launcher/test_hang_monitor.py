@@ -11,18 +11,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from rallypoint.diagnosis.evidence import Ended, Meeting
-from rallypoint.diagnosis.rank_snapshot import Standing
+from rallypoint.diagnosis.rank_snapshot import RankStanding, Standing
 from rallypoint.host.processes import Activity
 from rallypoint.launcher.agent import hang_monitor as inquiry_module
 from rallypoint.launcher.agent import query_socket
 from rallypoint.launcher.agent.guard import Guard
-from rallypoint.launcher.agent.hang_monitor import LEFT_BEHIND, MEASURED, HangMonitor
+from rallypoint.launcher.agent.hang_monitor import (
+    LEAD_ANSWERS_WITHIN,
+    LEFT_BEHIND,
+    MEASURED,
+    HangMonitor,
+)
 from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
 from rallypoint.launcher.agent.supervisor import EvidenceIn, Signalled
 from rallypoint.launcher.protocol import Meets
+from rallypoint.world import World
 
 from .part_of_agent import Scene
 
@@ -195,4 +202,89 @@ def test_who_works_on_alone_is_left_in_peace(
 ) -> None:
     scene = _of_a_job_that_some_have_left(monkeypatch, **other)
     assert scene.words.of("say_left_behind") == []
+    scene.close()
+
+
+# --- several nodes
+
+
+class Others:
+    """Stands for the link to the lead; keeps what it is told."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        scene.job.others = cast(Any, self)
+        attempt = cast(Any, scene.job.attempt)
+        attempt.seat = msgspec.structs.replace(attempt.seat, world=World.of([2, 1]))
+
+    def note(self, event: object) -> None:
+        """Hear of what the supervisor does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *said: self.told.append((name, *said))
+
+
+def _of(rank: int) -> RankStanding:
+    return RankStanding(rank, 4000 + rank, "running", host="gpu01")
+
+
+def test_of_several_nodes_a_visitor_gets_the_leads_answer(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
+    others = Others(scene)
+    visitor = Visitor(inquiry[1])
+    until_asked(scene)
+    inquiry[0].answer_lead(7)
+    scene.pass_by(MEASURED)
+    assert visitor.answer is None
+    asked, (name, number, ranks) = others.told
+    assert (asked, name, number) == (("ask_where_all_stand",), "stand_there", 7)
+    assert [one.missing for one in ranks] == ["not started"] * 2
+    inquiry[0].answer_of_all(tuple(map(_of, range(3))))
+    visitor.join(DEADLINE)
+    assert isinstance(visitor.answer, Standing)
+    assert (visitor.answer.world_size, visitor.answer.ranks) == (3, tuple(map(_of, range(3))))
+    scene.pass_by(LEAD_ANSWERS_WITHIN)
+    assert len(others.told) == 2
+
+
+def test_when_the_lead_is_silent_a_visitor_reads_of_this_node_and_that_no_other_was_heard(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
+    Others(scene)
+    visitor = Visitor(inquiry[1])
+    until_asked(scene)
+    scene.pass_by(MEASURED)
+    assert visitor.answer is None
+    scene.pass_by(LEAD_ANSWERS_WITHIN)
+    visitor.join(DEADLINE)
+    assert isinstance(visitor.answer, Standing)
+    seen = [(one.rank, one.node, one.missing) for one in visitor.answer.ranks]
+    assert seen == [(0, 0, "not started"), (1, 0, "not started"), (2, 1, "unheard")]
+
+
+def test_of_several_nodes_a_stall_of_this_one_is_told_to_the_lead_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ranks may wait for those of another node, which work."""
+    scene = Scene(2, stall=60.0)
+    others, used = Others(scene), 0
+    monkeypatch.setattr(
+        inquiry_module,
+        "activities",
+        lambda ranks: {rank: Activity("S", 100 + used, 7, 7 + used) for rank in range(2)},
+    )
+    part = HangMonitor(scene.job, stop=lambda: None)
+    part.begin()
+    for _ in range(20):
+        scene.pass_by(5.0)
+    [(name, stall)] = others.told
+    assert (name, stall.looks) == ("stand_still", 0)
+    assert 60.0 <= stall.seconds < 75.0
+    used = 50
+    for _ in range(2):
+        scene.pass_by(5.0)
+    assert others.told[1:] == [("go_on", (0, 1))]
+    assert scene.words.of("report_stall") == scene.words.of("report_moved") == []
+    part.close()
     scene.close()

@@ -27,7 +27,7 @@ from rallypoint.launcher.agent.process_handles import EVIDENCE_KEPT, RankHandle
 from rallypoint.record import run_folder
 
 from .conftest import Write
-from .job import DEADLINE, environment, run_job
+from .job import DEADLINE, Result, environment, run_job
 
 STACKS = (sys.executable, "-P", "-m", "rallypoint", "stacks")
 
@@ -210,6 +210,67 @@ dist.destroy_process_group()
     asked = [event["what"] for event in result.events if event["what"] in ("stalled", "stall-over")]
     assert asked[0] == "stalled"
     assert not (result.run_dir / "report.json").exists()  # the job went well
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_ranks_of_two_nodes_are_shown_and_their_stall_is_told_once(
+    tmp_path: Path, write: Write, port: int
+) -> None:
+    """Ranks 0-2 wait at one place and rank 3, on node 1, at another, until it may go on; then all
+    may. Both launchers are on this machine.
+    """
+    load, end = tmp_path / "load", tmp_path / "end"
+    for fifo in (load, end):
+        os.mkfifo(fifo)
+    program = f"""\
+import os
+
+if os.environ["RANK"] == "3":
+    open({str(load)!r}).read()
+open({str(end)!r}).read()
+"""
+    script, key = write("train.py", program), tmp_path / "key"
+    key.write_text("5" * 64)
+    key.chmod(0o600)
+    nodes: list[Result] = []
+    host = os.uname().nodename
+
+    def events(what: str) -> int:
+        runs = tmp_path / "rallypoint" / "runs"
+        kept = [path.read_text() for path in runs.glob("*-*/node?/events.jsonl")]
+        return sum(f'"{what}"' in text for text in kept)
+
+    def let_go_on(process: subprocess.Popen[bytes]) -> None:
+        found = wait_for_sentence(
+            tmp_path,
+            f"ranks 0-1 on node 0 ({host}) and rank 2 on node 1 ({host}) are at train.py:5",
+            f"rank 3 on node 1 ({host}) is at train.py:4 in <module>",
+        )
+        assert [(one.rank, one.node, one.host) for one in found.ranks] == [
+            (rank, rank // 2, host) for rank in range(4)
+        ]
+        shown = stacks(tmp_path)
+        assert f"rank 3  pid {found.ranks[3].pid} on node 1 ({host}) · " in shown.stdout
+        assert "also running" not in shown.stdout  # the other node is of the same job
+        wait_for(lambda: events("stalled") == 2, lambda: "a stall on both nodes")
+        load.write_text("go on")
+        wait_for(lambda: events("stall-over") == 2, lambda: "its end on both nodes")
+        wait_for_sentence(tmp_path, "all 4 ranks are at train.py:5 in <module>")
+        end.write_text("go on")
+
+    def join(act: Callable[[subprocess.Popen[bytes]], None]) -> None:
+        endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        job = ["--nnodes", "2", "-n", "2", *endpoint, "--secret-file", str(key), "--stall", "1"]
+        nodes.append(run_job([*job, script.name], state=tmp_path, cwd=script.parent, act=act))
+
+    join(lambda process: join(let_go_on))
+    for node in nodes:
+        assert node.rc == 0, node.everything
+        told = [line for line in node.err.splitlines() if "[job-stalled]" in line]
+        assert "no rank has moved for " in told[0]
+        assert told[0].endswith(f"; rank 3 on node 1 ({host}) is at train.py:4 in <module>")
+        assert sum("rank 3 on node 1" in line for line in told) == 1
+        assert "rallypoint: the job goes on: rank 3 has moved" in node.err
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -59,7 +59,8 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
     # of its ranks, and in port-in-use.
     for run in running:
         if not word or word in (run.job, past_run.read(run.path).plan.job):
-            return run.path, () if word else tuple(one.job for one in running[1:])
+            others = (one.job for one in running[1:] if not _is_of_job(one.path, run.path))
+            return run.path, () if word else tuple(others)
     if not word or not os.path.isdir(word):
         _refuse_without_folder(word)
     if not word:
@@ -83,6 +84,15 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
             help=(("see how it ended", f"rallypoint show {shlex.quote(word)}"),),
         )
     return path, ()
+
+
+def _is_of_job(path: str, other: str) -> bool:
+    """Tell whether two run folders are those of two nodes of one job."""
+    from rallypoint.record import run_folder
+
+    names = (run_folder.name_of(path), run_folder.name_of(other))
+    jobs = [os.path.dirname(name) for name in names]
+    return bool(jobs[0]) and jobs[0] == jobs[1]
 
 
 def _is_elsewhere(path: str) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import stacks
-from rallypoint.diagnosis.causes.case import subject
+from rallypoint.diagnosis.causes.case import NODES_NAMED, name_among, on_nodes, subject
 from rallypoint.diagnosis.causes.wording import shortened
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.render import plain, wrapped
@@ -33,6 +33,7 @@ Missing = Literal[
     "other program",
     "not looked into",
     "no answer",
+    "unheard",  # the launcher on its node gave no answer
 ]
 """Why there is no Python stack of a rank; "" when there is one."""
 
@@ -96,6 +97,8 @@ class RankStanding(msgspec.Struct, frozen=True):
     )
     missing: Missing = ""
     detail: str = ""  # the other program's command line, or how it ended
+    node: int = 0
+    host: str = ""  # of its node, in a job on several; "" when it is not known
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -112,6 +115,11 @@ class Standing(msgspec.Struct, frozen=True):
     # typed
     folder: str = ""
     launcher: int = 0  # pid
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each node that has a rank here."""
+        return {one.node: one.host for one in self.ranks}
 
     @property
     def root(self) -> str:
@@ -191,7 +199,7 @@ def groups(standing: Standing) -> tuple[Group, ...]:
 
 def _oddness(group: Group) -> tuple[int, int, float, int]:
     kind = 3 if group.collective else 1
-    if group.first.missing in ("stopped", "held", "kernel", "no answer"):
+    if group.first.missing in ("stopped", "held", "kernel", "no answer", "unheard"):
         kind = 0
     elif group.first.missing in ("ended", "not started"):
         kind = 4
@@ -229,7 +237,24 @@ def sentence(standing: Standing, *, since: bool = True) -> str:
 def _clause(group: Group, standing: Standing, since: bool) -> str:
     known = since and group.stands_for and group.first.missing not in ("ended", "not started")
     long = f" for {duration(group.stands_for)}" if known else ""
-    return f"{subject(group.numbers, standing.world_size)} {_doing(group, standing.root)}{long}"
+    return f"{_placed(group, standing)} {_doing(group, standing.root)}{long}"
+
+
+def _placed(group: Group, standing: Standing) -> str:
+    """Return `all 4 ranks`, `ranks 0-1 and 3`, of several nodes `ranks 0-1 on gpu01`."""
+    there = _by_node(group, standing)
+    if len(standing.hosts) == 1 or len(group.ranks) == standing.world_size:
+        return subject(group.numbers, standing.world_size)
+    return on_nodes({name: [one.rank for one in ranks] for name, ranks in there.items()})
+
+
+def _by_node(group: Group, standing: Standing) -> dict[str, list[RankStanding]]:
+    """Return the ranks of a group on each node, by its name."""
+    hosts = standing.hosts
+    there: dict[str, list[RankStanding]] = {}
+    for one in group.ranks:
+        there.setdefault(name_among(hosts, one.node), []).append(one)
+    return there
 
 
 def _doing(group: Group, root: str) -> str:
@@ -245,6 +270,7 @@ def _doing(group: Group, root: str) -> str:
             "not started": f"{have} not been started yet",
             "starting": f"{have} not begun the program yet",
             "closing": f"{have} left the program, and {be} closing down the interpreter",
+            "unheard": f"{have} not been seen: the launcher there gave no answer",
             "other program": f"{group.verb('runs')} another program, {shortened(one.detail, COMMAND_CHARACTERS)}",
             "not looked into": f"{be} {state} (with --plain no rank is asked where)",
         }
@@ -332,6 +358,8 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
     if seen:
         how = f"they were found there each of {seen} times"
     where = f"pid {odd.first.pid}"
+    if len(standing.hosts) > 1:
+        where += f" on {name_among(standing.hosts, odd.first.node)}"
     if odd.frames:
         where = f"{stacks.place(odd.frames, standing.root)}, {where}"
     again = Help("see the whole stacks, as often as you like", f"rallypoint stacks {standing.job}")
@@ -393,12 +421,22 @@ def _way_out(wrong: Mismatch) -> tuple[Help, ...]:
 
 def _helps(odd: Group) -> tuple[Help, ...]:
     if odd.first.missing == "stopped":
-        pids = " ".join(str(one.pid) for one in odd.ranks)
-        return (Help(f"let {'it' if len(odd.ranks) == 1 else 'them'} go on", f"kill -CONT {pids}"),)
+        there: dict[str, list[str]] = {}
+        for one in odd.ranks:
+            there.setdefault(_ssh(one), []).append(str(one.pid))
+        go_on = f"let {'it' if len(odd.ranks) == 1 else 'them'} go on"
+        return tuple(
+            Help(go_on, f"{ssh}kill -CONT {' '.join(pids)}") for ssh, pids in there.items()
+        )
     if odd.first.missing == "kernel":
         look = "see what the kernel waits for, mostly a disk or a network file system"
-        return (Help(look, f"sudo cat /proc/{odd.first.pid}/stack"),)
+        return (Help(look, f"{_ssh(odd.first)}sudo cat /proc/{odd.first.pid}/stack"),)
     return ()
+
+
+def _ssh(rank: RankStanding) -> str:
+    """Return the beginning of a line to type that is for the rank's machine."""
+    return f"ssh {rank.host} " if rank.host else ""
 
 
 def _lines(found: Sequence[Group], standing: Standing) -> list[str]:
@@ -408,7 +446,10 @@ def _lines(found: Sequence[Group], standing: Standing) -> list[str]:
     named = len(found) <= SENTENCE_GROUPS + 1
     most = EVIDENCE_LINES - 1 - (len(found) >= EVIDENCE_LINES)
     rows = [
-        (ranks_phrase(group.numbers), _facts(group) if named else _doing(group, standing.root))
+        (
+            ranks_phrase(group.numbers),
+            _facts(group, standing) if named else _doing(group, standing.root),
+        )
         for group in found[:most]
     ]
     rest = [number for group in found[most:] for number in group.numbers]
@@ -459,7 +500,7 @@ def text(
 
 def _block(group: Group, standing: Standing, most: int, source: Source | None) -> list[str]:
     """Return what stands for a group: a line about its processes, and at most so many frames."""
-    lines = [f"{ranks_phrase(group.numbers)}  {_facts(group)}"]
+    lines = [f"{ranks_phrase(group.numbers)}  {_facts(group, standing)}"]
     if not group.frames:
         lines.append(f"    {_doing(group, standing.root)}")
         lines += (f"    {help.command}" for help in _helps(group))
@@ -482,16 +523,18 @@ def _block(group: Group, standing: Standing, most: int, source: Source | None) -
     return [shortened(plain(line), LINE_CHARACTERS) for line in lines]
 
 
-def _facts(group: Group) -> str:
+def _facts(group: Group, standing: Standing) -> str:
     """Return `pid 41210 · running for 33 s · asleep · 0 % CPU`, of one processor."""
-    parts = []
     first, ranks = group.first, group.ranks
-    pids = sorted(one.pid for one in ranks if one.pid)
-    if pids:
-        shown = pids if len(ranges(pids)) <= PID_CHARACTERS else pids[:3]
-        more = f" and {len(pids) - len(shown)} more" if len(pids) > len(shown) else ""
-        parts.append(f"pid{'s' * (len(pids) > 1)} {ranges(shown)}{more}")
-    if first.missing in ("ended", "not started"):
+    there = _by_node(group, standing)
+    if len(standing.hosts) == 1:
+        parts = [_pids(ranks)] if any(one.pid for one in ranks) else []
+    elif len(there) > NODES_NAMED:
+        parts = [f"on {len(there)} nodes"]
+    else:
+        each = (" ".join(filter(None, (_pids(some), "on", name))) for name, some in there.items())
+        parts = [", ".join(each)]
+    if first.missing in ("ended", "not started", "unheard"):
         return parts[0] if parts else "no process"
     if len({one.phase for one in ranks}) == 1:
         long = duration(min(one.phase_for for one in ranks))
@@ -506,8 +549,20 @@ def _facts(group: Group) -> str:
     return " · ".join(parts)
 
 
+def _pids(ranks: Sequence[RankStanding]) -> str:
+    """Return `pids 41210-41213`, at most three where that is long; "" when there are none."""
+    pids = sorted(one.pid for one in ranks if one.pid)
+    if not pids:
+        return ""
+    shown = pids if len(ranges(pids)) <= PID_CHARACTERS else pids[:3]
+    more = f" and {len(pids) - len(shown)} more" if len(pids) > len(shown) else ""
+    return f"pid{'s' * (len(pids) > 1)} {ranges(shown)}{more}"
+
+
 def _foot(standing: Standing) -> str:
     ranks = f"{standing.world_size} rank{'s' * (standing.world_size != 1)}"
+    if len(standing.hosts) > 1:
+        ranks += f" on {len(standing.hosts)} nodes"
     attempt = f", attempt {standing.attempt}" if standing.attempt else ""
     folder = f"; logs in {standing.run_dir}" if standing.run_dir else ""
     return plain(

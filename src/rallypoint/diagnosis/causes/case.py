@@ -5,7 +5,7 @@ how they ended.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -91,6 +91,11 @@ def subject(ranks: Sequence[int], world_size: int) -> str:
 def node_name(job: JobEvidence, number: int) -> str:
     """Return what a report calls a node: its host, when no other node is there, too."""
     hosts = {node.node: node.host for node in job.nodes} | {one.node: one.host for one in job.lost}
+    return name_among(hosts, number)
+
+
+def name_among(hosts: Mapping[int, str], number: int) -> str:
+    """Return what a node is called, given the host of each: its own, if no other is there."""
     host = hosts.get(number, "")
     if host and list(hosts.values()).count(host) == 1:
         return host
@@ -104,9 +109,15 @@ def placed(job: JobEvidence, ranks: Sequence[int]) -> str:
     there: dict[int, list[int]] = {}
     for rank in ranks:
         there.setdefault(job.node_of(rank).node, []).append(rank)
+    return on_nodes({node_name(job, node): there[node] for node in sorted(there)})
+
+
+def on_nodes(there: Mapping[str, Sequence[int]]) -> str:
+    """Return `ranks 0-1 on gpu01 and rank 3 on gpu02` from the ranks on each node, by its name."""
     if len(there) > NODES_NAMED:
+        ranks = sorted(rank for some in there.values() for rank in some)
         return f"{ranks_phrase(ranks)} on {len(there)} nodes"
-    parts = [f"{ranks_phrase(there[node])} on {node_name(job, node)}" for node in sorted(there)]
+    parts = [f"{ranks_phrase(some)} on {name}" for name, some in there.items()]
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 

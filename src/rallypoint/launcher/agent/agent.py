@@ -41,7 +41,15 @@ OVERDUE_GRACE = 1.0
 # takes nothing makes it longer.
 DRAIN_TIMEOUT = 5.0
 # Timers that are not an attempt's: of a call, a visitor, the helpers, and the other nodes.
-LASTING = ("overdue", "standing", "stopped guard", "stopped template", "lease", "views")
+LASTING = (
+    "overdue",
+    "standing",
+    "all standings",
+    "stopped guard",
+    "stopped template",
+    "lease",
+    "views",
+)
 # Seconds after which a helper that was stopped (SIGSTOP) is continued. A person who suspends a
 # whole job stops one process after the other, and this one among them, before that.
 HELPER_PATIENCE = 1.0

@@ -43,6 +43,9 @@ ANSWERS_LOOK = 0.02
 # ranks that wait for their keys for all of its timeout: half an hour, mostly.
 LEFT_BEHIND = 60.0
 
+# Seconds for the lead to tell where the ranks of all nodes stand: it gives them 2.5 s.
+LEAD_ANSWERS_WITHIN = 4.0
+
 
 class StackSampler:
     """One question to every living rank: what /proc shows before and after, and the stacks in
@@ -157,6 +160,8 @@ class HangMonitor:
         self._began = 0.0
         self._round: StackSampler | None = None
         self._waiting: list[socket.socket] = []
+        self._owed = 0  # number of the lead's question, until it is answered
+        self._here: tuple[RankStanding, ...] = ()  # what the last round has shown
         self._left_told = False
 
     def _new_watch(self) -> Watch:
@@ -167,7 +172,7 @@ class HangMonitor:
         now = self._job.loop.now
         self._watch, self._began, self._round, self._left_told = self._new_watch(), now, None, False
         self._job.loop.at("looks", self._next_look(now), self._look)
-        if self._waiting:  # their round was about ranks that are gone
+        if self._is_asked:  # their round was about ranks that are gone
             self._ask()
 
     def close(self) -> None:
@@ -220,6 +225,11 @@ class HangMonitor:
             return
         self._job.reporter.event("evidence-asked", because="rallypoint stacks asks")
         self._waiting.append(visitor)
+        if self._job.others is not None:
+            self._here = ()
+            self._job.others.ask_where_all_stand()
+            loop = self._job.loop
+            loop.by("all standings", loop.now + LEAD_ANSWERS_WITHIN, self._answer_alone)
         self._ask()
 
     def _on_stop(self, door: QuerySocket, visitor: socket.socket) -> None:
@@ -230,7 +240,37 @@ class HangMonitor:
         door.answer([visitor], Stopping(living, grace, grace + KILL_PATIENCE, again), stay=True)
         self._stop()
 
+    # --- several nodes
+
+    def answer_lead(self, number: int) -> None:
+        """Have the lead told where the ranks of this node stand: its question has this number."""
+        self._owed = number
+        self._ask()
+
+    def answer_of_all(self, ranks: tuple[RankStanding, ...]) -> Standing:
+        """Tell visitors where the ranks of all nodes stand, and return it."""
+        standing = self._standing(ranks, self._job.loop.now)
+        self._job.loop.cancel("all standings")
+        self._answer(standing)
+        return standing
+
+    def _answer_alone(self, now: float) -> None:
+        """Tell visitors of this node, and that nothing was heard of the others."""
+        from rallypoint.launcher.nodes.all_standings import unheard
+
+        seat = self._job.seat
+        nodes = [
+            self._here if node == seat.node and self._here else unheard(seat.world, node)
+            for node in range(seat.world.nodes)
+        ]
+        self.answer_of_all(tuple(one for ranks in nodes for one in ranks))
+
     # --- a round
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether somebody waits for a round of this node's."""
+        return bool(self._owed or (self._waiting and not self._here))
 
     def _ask(self) -> None:
         """Begin a round, if none is on; its end is looked for."""
@@ -243,28 +283,34 @@ class HangMonitor:
 
     def _look_for_answers(self, now: float) -> None:
         if self._round is not None and self._round.is_over(now):
-            standing, self._round = self._standing(self._round, now), None
-            waiting, self._waiting = self._waiting, []
-            if self._door is not None:
-                self._door.answer(
-                    [visitor for visitor in waiting if visitor.fileno() >= 0], standing
-                )
+            ranks, self._round = self._round.standings(now), None
+            if self._job.others is None:
+                self._answer(self._standing(ranks, now))
             if self._job.is_running:  # else it is being stopped, which is no stall
-                self._judge(standing, now)
+                self._judge(ranks, now)
+            if self._job.others is not None:
+                self._here, number, self._owed = ranks, self._owed, 0
+                if number:  # after the news of a rank that has moved
+                    self._job.others.stand_there(number, ranks)
             return
-        if self._round is None and self._waiting:
+        if self._round is None and self._is_asked:
             self._ask()
-        if self._round is not None or self._waiting:
+        if self._round is not None or self._is_asked:
             self._job.loop.at("standing", now + ANSWERS_LOOK, self._look_for_answers)
 
-    def _standing(self, answers: StackSampler, now: float) -> Standing:
+    def _answer(self, standing: Standing) -> None:
+        waiting, self._waiting = self._waiting, []
+        if self._door is not None:
+            self._door.answer([visitor for visitor in waiting if visitor.fileno() >= 0], standing)
+
+    def _standing(self, ranks: tuple[RankStanding, ...], now: float) -> Standing:
         plan, run_dir = self._job.plan, self._job.reporter.run_dir
         name = run_folder.name_of(run_dir) if run_dir else plan.job
         return Standing(
             job=exception_capture.sayable(run_dir if plan.run_dir_asked and run_dir else name),
             program=exception_capture.sayable(plan.program.target),
             world_size=self._job.size,
-            ranks=answers.standings(now),
+            ranks=ranks,
             age=now,
             attempt=self._job.attempt.number,
             run_dir=exception_capture.sayable(run_dir),
@@ -312,18 +358,27 @@ class HangMonitor:
                 list(ended), [handle.rank for handle in living], still
             )
 
-    def _judge(self, standing: Standing, now: float) -> None:
-        """Say the stall that this shows, once; none while a person holds a rank in a debugger."""
+    def _judge(self, ranks: tuple[RankStanding, ...], now: float) -> None:
+        """Say the stall that this shows, once; none while a person holds a rank in a debugger. Of
+        several nodes the lead judges: it is told that this one stands still.
+        """
         debugging = any(handle.debugging for handle in self._job.ranks) or any(
-            stacks.debugged(rank.frames) for rank in standing.ranks
+            stacks.debugged(rank.frames) for rank in ranks
         )
         stall = self._watch.judge(now, debugged=debugging)
-        if stall is not None:
+        if stall is not None and self._job.others is not None:
+            self._job.others.stand_still(stall)
+        elif stall is not None:
+            standing = self._standing(ranks, now)
             self._job.reporter.report_stall(stalled(standing, stall.seconds, seen=stall.looks))
         self._tell_moved()
 
     def _tell_moved(self) -> None:
         """Say, once, that a stall which was told is over."""
         moved = self._watch.moved()
-        if moved and self._job.is_running:
+        if not moved or not self._job.is_running:
+            return
+        if self._job.others is not None:
+            self._job.others.go_on(moved)
+        else:
             self._job.reporter.report_moved(moved)

@@ -21,6 +21,7 @@ from rallypoint.clock import Clock
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.node_evidence import cut
+from rallypoint.diagnosis.rank_snapshot import RankStanding, stalled
 from rallypoint.errors import EnvironmentProblem, RallypointError, UsageError
 from rallypoint.host.probe import Looking
 from rallypoint.host.signals import SignalLog
@@ -36,9 +37,11 @@ from rallypoint.launcher.nodes.messages import (
     AllWait,
     Applicant,
     Ask,
+    AskAll,
     Dismissed,
     EvidenceOf,
     Failing,
+    GoesOn,
     Judge,
     Missing,
     NodeAnswer,
@@ -48,6 +51,10 @@ from rallypoint.launcher.nodes.messages import (
     RollCall,
     Seated,
     Sentence,
+    StallOver,
+    Standings,
+    StandingsOf,
+    StandsStill,
     Versions,
     Views,
     WaitInVain,
@@ -55,6 +62,7 @@ from rallypoint.launcher.nodes.messages import (
 from rallypoint.launcher.plan import Nodes, Plan
 
 if TYPE_CHECKING:
+    from rallypoint.diagnosis.hang_detector import Stall
     from rallypoint.diagnosis.report import Report
     from rallypoint.host.ports import HeldPort
     from rallypoint.launcher.agent.job import Job
@@ -240,12 +248,26 @@ class OtherNodes:
             case RollCall(lines, because):
                 if not self._shares_screen():
                     job.reporter.report_roll_call(lines, because)
+            case Ask("stacks", number):
+                job.hang_monitor.answer_lead(number)
             case Ask():
                 self._answer(heard)
+            case Standings():
+                self._hear_standings(heard)
+            case StallOver(ranks):
+                if job.is_running and not self._shares_screen():
+                    job.reporter.report_moved(ranks)
             case LeadLost(because):
                 self._on_lost(because)
             case Exception():
                 raise heard
+
+    def _hear_standings(self, heard: Standings) -> None:
+        """Answer visitors with it, and report the stall that it tells of, if any."""
+        job = self._job
+        standing = job.hang_monitor.answer_of_all(heard.ranks)
+        if heard.stall and job.is_running and not self._shares_screen():
+            job.reporter.report_stall(stalled(standing, heard.stall, seen=heard.looks))
 
     def _look_at_lease(self, now: float) -> None:
         """End this node's ranks when the others may take it for lost: two halves of a job must
@@ -314,6 +336,22 @@ class OtherNodes:
         self._job.loop.cancel("views")
         self._send_views(self._job.loop.now)
         self._membership.send(Over(self._job.seat.node, well))
+
+    def ask_where_all_stand(self) -> None:
+        """Ask the lead where the ranks of all nodes stand."""
+        self._membership.send(AskAll(self._job.seat.node))
+
+    def stand_there(self, number: int, ranks: tuple[RankStanding, ...]) -> None:
+        """Answer the lead's question with this number."""
+        self._membership.send(StandingsOf(self._job.seat.node, number, ranks))
+
+    def stand_still(self, stall: Stall) -> None:
+        """Tell the lead that no rank of this node moves."""
+        self._membership.send(StandsStill(self._job.seat.node, stall.seconds, stall.looks))
+
+    def go_on(self, ranks: tuple[int, ...]) -> None:
+        """Tell the lead that these ranks have moved since."""
+        self._membership.send(GoesOn(self._job.seat.node, ranks))
 
     # --- the report
 

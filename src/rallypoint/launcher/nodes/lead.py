@@ -16,6 +16,7 @@ from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
 from rallypoint.diagnosis.report import TEMPORARY, Report
 from rallypoint.launcher.nodes.all_ranks import AllRanks
+from rallypoint.launcher.nodes.all_standings import AllStandings
 from rallypoint.launcher.nodes.joining import NodeEvent, Tick
 from rallypoint.launcher.nodes.messages import (
     AllWait,
@@ -142,6 +143,7 @@ class Lead:
     ) -> None:
         """`hosts`: by node. The first attempt begins at `now`."""
         self.ranks = AllRanks(world, hosts, roll_call=roll_call, program=program)
+        self._standings = AllStandings(world, hosts)
         self._hosts = hosts
         self._count = world.nodes
         self._restarts = restarts
@@ -177,7 +179,10 @@ class Lead:
         if getattr(event, "node", None) in self._lost:
             return []
         row = TABLE[self.state].get(type(event))
-        return [*row(self, event, now)] if row else []
+        decided = [*row(self, event, now)] if row else []
+        living = {*range(self._count)} - self._lost.keys()
+        at_work = self._open if self.state is Phase.RUNNING else set()
+        return decided + self._standings.handle(event, now, living, at_work)
 
     @property
     def attempt(self) -> int:
@@ -189,7 +194,8 @@ class Lead:
         """When the next `Tick` must come at the latest; infinity when there is nothing to wait
         for.
         """
-        return self.ranks.due if self.state is Phase.RUNNING else self._deadline
+        due = self.ranks.due if self.state is Phase.RUNNING else self._deadline
+        return min(due, self._standings.due)
 
     def _named(self, node: int) -> str:
         return f"node {node} ({self._hosts[node]})"
@@ -289,16 +295,9 @@ class Lead:
             self._deadline = late
             return []
         self._diagnosing, self._deadline = True, math.inf
-        return [
-            Diagnose(
-                dict(self._evidence),
-                dict(self._lost),
-                tuple(sorted(self._awaited)),
-                self.ranks.misfit,
-                self._because,
-                self._signal,
-            )
-        ]
+        evidence, lost, silent = dict(self._evidence), dict(self._lost), sorted(self._awaited)
+        misfit = self.ranks.misfit
+        return [Diagnose(evidence, lost, tuple(silent), misfit, self._because, self._signal)]
 
     def _tick_while_judging(self, event: Tick, now: float) -> list[Decision]:
         return self._perhaps_diagnose(now)
@@ -313,9 +312,6 @@ class Lead:
         return [sentence, *self._perhaps_conclude(now)]
 
     # --- stopping
-
-    def _signalled_while_stopping(self, event: Failing, now: float) -> list[Decision]:
-        return self._signalled_again(event) if event.signal else []
 
     def _views_while_stopping(self, event: Views, now: float) -> list[Decision]:
         """Begin anew to count the nodes that wait: where a rank has ended, others may go on."""
@@ -363,6 +359,7 @@ class Lead:
         restarts.made += 1
         self._begin(now)
         self.ranks.begin()
+        self._standings.begin()
         return [NextAttempt(self.attempt, because)]
 
     def _dismiss(self, status: int, because: str, times: int = 0) -> list[Decision]:
@@ -389,7 +386,7 @@ TABLE: dict[Phase, dict[type[Any], Callable[[Lead, Any, float], Sequence[Decisio
     },
     Phase.STOPPING: {
         Views: Lead._views_while_stopping,
-        Failing: Lead._signalled_while_stopping,
+        Failing: Lead._another_failed,
         AllWait: Lead._all_wait,
         Lost: Lead._another_lost,
         Over: Lead._over,

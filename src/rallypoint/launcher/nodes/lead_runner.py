@@ -25,6 +25,7 @@ from rallypoint.host import ports
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
 from rallypoint.launcher.nodes import joining, lead, messages
+from rallypoint.launcher.nodes.all_standings import SendTo
 from rallypoint.launcher.nodes.endpoint import Claim
 from rallypoint.launcher.nodes.joining import Joining, NodeEvent
 from rallypoint.launcher.nodes.judgement import FailedAttempt
@@ -315,6 +316,9 @@ class LeadRunner:
             case lead.AskNodes(nodes, number):
                 for node, ranks in nodes.items():
                     self._send_to(node, messages.Ask("roll-call", number, ranks))
+            case SendTo(nodes, message):
+                for node in nodes:
+                    self._send_to(node, message)
             case lead.InVainAll(because):
                 self._send_all(messages.WaitInVain(because))
             case messages.RollCall():

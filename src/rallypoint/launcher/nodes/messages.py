@@ -153,7 +153,37 @@ class NodeAnswer(NodeMessage):
     number: int
     ranks: tuple[RankEvidence, ...] = ()
     states: dict[int, str] = {}  # of ranks that did not tell where they are: why
-    standings: tuple[RankStanding, ...] = ()
+
+
+class StandingsOf(NodeMessage):
+    """Places of a node's ranks, an answer to `Ask` (`stacks`)."""
+
+    node: int
+    number: int
+    ranks: tuple[RankStanding, ...]
+
+
+class AskAll(NodeMessage):
+    """A wish to know where the ranks of all nodes stand, answered by `Standings`."""
+
+    node: int
+
+
+class StandsStill(NodeMessage):
+    """Stall of one node: none of its ranks has moved for so many seconds. `looks`: as often their
+    stacks were seen meanwhile; 0: /proc alone shows it.
+    """
+
+    node: int
+    seconds: float
+    looks: int = 0
+
+
+class GoesOn(NodeMessage):
+    """Ranks that have moved on a node that stood still."""
+
+    node: int
+    ranks: tuple[int, ...]
 
 
 # --- lead -> member
@@ -234,8 +264,26 @@ class Dismissed(NodeMessage):
     times: int = 0
 
 
+class Standings(NodeMessage):
+    """Places of the ranks of all nodes. `stall`: seconds for which none of them has moved, which
+    is to be reported; 0.0: somebody asks.
+    """
+
+    ranks: tuple[RankStanding, ...]
+    stall: float = 0.0
+    looks: int = 0
+
+
+class StallOver(NodeMessage):
+    """Ranks that have moved since a stall was reported."""
+
+    ranks: tuple[int, ...]
+
+
 class Ask(NodeMessage):
-    """A question to a node about its ranks, answered by `NodeAnswer` with the same number."""
+    """A question to a node about its ranks, answered with the same number by `NodeAnswer`, or
+    (`stacks`) by `StandingsOf`.
+    """
 
     kind: Literal["stacks", "roll-call"]
     number: int
