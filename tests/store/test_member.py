@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,10 +55,21 @@ def place(address: str) -> tuple[str, int]:
 
 @contextmanager
 def joined(
-    *addresses: str, job: str = JOB, ttl: float = LONG, timeout: float = DEADLINE
+    *addresses: str,
+    job: str = JOB,
+    ttl: float = LONG,
+    timeout: float = DEADLINE,
+    patience: float = 0.0,
+    source: str = "",
 ) -> Iterator[Member]:
     with Member.join(
-        [place(address) for address in addresses], SECRET, job=job, ttl=ttl, timeout=timeout
+        [place(address) for address in addresses],
+        SECRET,
+        job=job,
+        ttl=ttl,
+        timeout=timeout,
+        patience=patience,
+        source=source,
     ) as member:
         yield member
 
@@ -165,6 +177,19 @@ def test_a_server_that_stands_still_is_not_taken_for_dead() -> None:
         assert member["node/1"] == b"here"
 
 
+def test_an_answer_may_take_longer_than_the_first_connection() -> None:
+    with (
+        ServerProcess() as server,
+        joined(server.address, job="", timeout=0.5, patience=DEADLINE) as member,
+    ):
+        server.stop()
+        late = threading.Timer(1.0, server.go_on)
+        late.start()
+        member["x"] = 1
+        late.join()
+        assert member["x"] == 1
+
+
 def test_a_call_that_waits_gives_the_signs_of_life(server: Server) -> None:
     """The thread gives none beside it: a lead of 500 nodes would have twice the work."""
     with joined(server.address, ttl=2.0) as member:
@@ -175,6 +200,11 @@ def test_a_call_that_waits_gives_the_signs_of_life(server: Server) -> None:
 
 
 # --- the place ---
+
+
+def test_a_node_connects_from_the_address_that_it_is_given(server: Server) -> None:
+    with joined(server.address, source="127.0.0.5") as member:
+        assert member.local_address == "127.0.0.5"
 
 
 def test_the_server_of_the_job_is_found_among_others(server: Server) -> None:

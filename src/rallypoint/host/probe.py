@@ -195,12 +195,16 @@ class Looking:
         self.result = look(*self._asked)
 
 
-def connecting(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
-    """Return a non-blocking stream socket that is on its way. OSError when the kernel refuses at
-    once."""
+def connecting(
+    family: socket.AddressFamily, sockaddr: tuple[object, ...], source: str = ""
+) -> socket.socket:
+    """Return a non-blocking stream socket that is on its way. `source`: from this address of this
+    machine. OSError when the kernel refuses at once."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
+        if source:
+            sock.bind((source, 0))
         if family != socket.AF_UNIX:
             set_for_small_messages(sock)
         error = sock.connect_ex(sockaddr if family != socket.AF_UNIX else str(sockaddr[0]))

@@ -105,17 +105,19 @@ class Nodes:
         self.agents.append(agent)
         return agent
 
-    def await_applicants(self, count: int) -> None:
-        """Return when as many agents wait for the others."""
+    def await_applicants(self, count: int) -> list[messages.Applicant]:
+        """Return the agents that wait for the others, when there are as many."""
         if self._watcher is None:
             secret = endpoint.derived(secret_from_file(str(self.folder / "secret")), "coordination")
             at = [("127.0.0.1", self.port)]
             self._watcher = Member.join(at, secret, job="none", ttl=60.0, timeout=PATIENCE)
         until = time.monotonic() + PATIENCE
         changes = self._watcher.watch(messages.NODES, timeout=PATIENCE)
-        while len(dict(self._watcher.items(messages.NODES))) != count:
+        while len(found := dict(self._watcher.items(messages.NODES))) != count:
             assert time.monotonic() < until
             next(changes)
+        applicants = map(messages.decode, found.values())
+        return [one for one in applicants if isinstance(one, messages.Applicant)]
 
     def close(self) -> None:
         """End all agents."""
@@ -145,6 +147,22 @@ def test_two_agents_run_a_job(nodes: Nodes) -> None:
         status, said = agent.end()
         assert status == 0, said
         assert "of 2" in said
+
+
+def test_a_node_connects_from_its_local_address(nodes: Nodes) -> None:
+    nodes.start("", nodes=3)
+    nodes.await_applicants(1)
+    nodes.start("", "--local-addr=127.0.0.5", nodes=3)
+    applicants = nodes.await_applicants(2)
+    assert {one.addresses for one in applicants} == {("127.0.0.1",), ("127.0.0.5",)}
+
+
+def test_a_local_address_of_another_machine_is_refused_before_anything_starts(
+    nodes: Nodes,
+) -> None:
+    status, said = nodes.start("", "--local-addr=192.0.2.1").end()
+    assert status == 1
+    assert "address-unavailable" in said
 
 
 def test_a_notice_while_others_are_waited_for_is_handed_on(nodes: Nodes) -> None:

@@ -11,6 +11,8 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rallypoint.clock import Clock
 from rallypoint.host import processes, signals
 from rallypoint.launcher import protocol
@@ -83,6 +85,8 @@ def _run_with_others(plan: Plan, nodes: Nodes) -> int:
     from rallypoint.launcher.nodes import endpoint
 
     secret = endpoint.job_secret(nodes)  # before anything is started
+    nodes = msgspec.structs.replace(nodes, local_addr=endpoint.own_address(nodes))
+    plan = msgspec.structs.replace(plan, nodes=nodes)
     try:
         agent = Agent(plan, secret=secret)
     except StoppedWhileJoining as stopped:

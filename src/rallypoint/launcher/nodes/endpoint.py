@@ -33,6 +33,17 @@ def job_secret(nodes: Nodes) -> bytes:
     )
 
 
+def own_address(nodes: Nodes) -> str:
+    """Return the numeric address from which this node is to connect, "" for the kernel's choice.
+    Raises EnvironmentProblem when it is none of this machine's.
+    """
+    if not nodes.local_addr:
+        return ""
+    held = ports.hold_port(0, nodes.local_addr)
+    held.release()
+    return held.host
+
+
 class Claim:
     """Right of this node to lead: a listening socket at the endpoint, and the place on a shared
     disk if there is one.

@@ -43,9 +43,6 @@ from rallypoint.world import Seat
 TRY_TIMEOUT = 2.0
 """Seconds of one try to reach the lead. Its name and the node that leads are looked up anew for each."""
 
-LEAST_TIMEOUT = 1.0
-"""Seconds of the last try: it holds for every message to the lead, too."""
-
 FOLDER_LOOK = 0.2
 """Seconds between looks at the folder on a shared disk: nobody tells of a change there."""
 
@@ -208,7 +205,9 @@ class Membership:
                     settings.secret,
                     job=settings.name,
                     ttl=nodes.timeout,
-                    timeout=max(LEAST_TIMEOUT, min(TRY_TIMEOUT, left)),
+                    timeout=max(0.1, min(TRY_TIMEOUT, left)),
+                    patience=nodes.timeout,
+                    source=nodes.local_addr,
                 )
             except StoreUnreachable as error:
                 if error.code in FINAL:

@@ -17,8 +17,10 @@ others may take it for dead.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
+from rallypoint.host.probe import connecting
 from rallypoint.store.address import Address
 from rallypoint.store.client.client import Client
 from rallypoint.store.client.session import Options, Session
@@ -42,10 +44,13 @@ class Member(Client):
         job: str,
         ttl: float,
         timeout: float = 10.0,
+        patience: float = 0.0,
+        source: str = "",
     ) -> Self:
         """Connect to the server of this job, which may be at any of these hosts and ports; others
         may listen at the rest of them. Tries for `timeout` seconds, and raises what
-        `rallypoint.connect` does."""
+        `rallypoint.connect` does. `patience`: seconds for every later answer, if they are more.
+        `source`: numeric address of this machine from which to connect."""
         first, *others = [Address(host, port) for host, port in addresses]
         options = Options(
             address=first,
@@ -60,7 +65,9 @@ class Member(Client):
             orphan=ORPHAN,
             others=tuple(others),
         )
-        return cls(options, secret)
+        joined = cls(options, secret, partial(connecting, source=source) if source else None)
+        joined._session.timeout = max(timeout, patience)
+        return joined
 
     def _next_session(self) -> Session:
         if self._session.end is not None:
