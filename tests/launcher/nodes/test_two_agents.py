@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.host import ports
-from rallypoint.launcher.nodes import endpoint, messages
+from rallypoint.launcher.nodes import messages
 from rallypoint.store.client.member import Member
-from rallypoint.store.discovery import secret_from_file
+from rallypoint.store.discovery import derived, secret_from_file
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -108,7 +108,7 @@ class Nodes:
     def await_applicants(self, count: int) -> list[messages.Applicant]:
         """Return the agents that wait for the others, when there are as many."""
         if self._watcher is None:
-            secret = endpoint.derived(secret_from_file(str(self.folder / "secret")), "coordination")
+            secret = derived(secret_from_file(str(self.folder / "secret")), "coordination")
             at = [("127.0.0.1", self.port)]
             self._watcher = Member.join(at, secret, job="none", ttl=60.0, timeout=PATIENCE)
         until = time.monotonic() + PATIENCE

@@ -29,7 +29,6 @@ from rallypoint.launcher import exits
 from rallypoint.launcher.agent import evidence_collection, supervisor
 from rallypoint.launcher.agent.console import say_directly, shares_screen
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
-from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt, judge
 from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, looked
 from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
@@ -60,6 +59,7 @@ from rallypoint.launcher.nodes.messages import (
     WaitInVain,
 )
 from rallypoint.launcher.plan import Nodes, Plan
+from rallypoint.store.discovery import derived
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.hang_detector import Stall
@@ -129,7 +129,7 @@ class OtherNodes:
             Settings(
                 job=plan.job,
                 name=nodes.job or "none",
-                secret=endpoint.derived(secret, "coordination"),
+                secret=derived(secret, "coordination"),
                 node_timeout=nodes.timeout,
                 join_timeout=nodes.join_timeout,
                 master_port=plan.master_port,
@@ -202,7 +202,7 @@ class OtherNodes:
 
     def open_store(self, job: str, seat: Seat) -> JobStore | StoreElsewhere:
         """Return the job's store of an attempt: node 0 serves it. Raises as `JobStore`."""
-        secret = endpoint.derived(self._secret, f"store {seat.attempt}")
+        secret = derived(self._secret, f"store {seat.attempt}")
         if self._store_listener is None:
             return StoreElsewhere(seat.store, secret)
         listener, self._store_listener = self._store_listener, None
