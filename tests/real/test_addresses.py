@@ -91,3 +91,15 @@ def test_every_attempt_keeps_to_the_port_range(run: Run, write: Write) -> None:
     assert result.rc == 0, result.everything
     assert len(result.lines) == 2, result.everything
     assert all(15000 <= int(port) <= 15999 for port in result.lines), result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_notes_are_said_before_the_other_nodes_have_come(run: Run, write: Write, port: int) -> None:
+    """That a setting has no effect was said after ten minutes of waiting, or never."""
+    secret = write("secret", "s" * 32)
+    secret.chmod(0o600)
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
+    settings = ("--rdzv-conf", "join_timeout=1,join_timeot=600", "--secret-file", secret)
+    result = run("--nnodes", "2", *where, *settings, write("train.py", ""))
+    assert result.rc == 75, result.everything
+    assert "join_timeot=600" in result.err

@@ -31,7 +31,8 @@ def _checks() -> str:
 def _run_ends() -> str:
     return (
         "The exit status is 0 when every rank ended with 0, else that of the first cause: 1 when the program raised, or the job could "
-        "not be started on this machine; a rank's own exit code; 128+n when signal n ended a rank or stopped the job (130: Ctrl-C); "
+        "not be started on this machine; 75 when a node was lost or did not come; a rank's own exit code; "
+        "128+n when signal n ended a rank or stopped the job (130: Ctrl-C); "
         "2 for wrong usage, or a program that is not there; 70 for a fault of rallypoint's own."
     )
 
@@ -57,6 +58,7 @@ usage: rallypoint run [options] script.py [arguments of the script]
        rallypoint run [options] --no-python ./program [arguments]
 
 Start the ranks (processes) of a PyTorch job on this machine, bring them together, and say what happened when one fails.
+On several nodes the same command is given on each, with --nnodes, --rdzv-endpoint and --secret-file.
 What stands after the program's name belongs to the program. Options may be written with _ for - inside, and
 torchrun's may be abbreviated. torchrun's PET_* variables set its options too.
 """,

@@ -183,7 +183,7 @@ RUN: tuple[Option, ...] = (
     ),
     Option(
         "--master-port",
-        "listen on this port; it is bound before any rank starts (without it any free one)",
+        "node 0 listens on this port; it is bound before any rank starts (without it any free one)",
         metavar="PORT", fate="same", read=read_port, variable="PET_MASTER_PORT",
         example="--master-port 29500",
     ),
@@ -290,13 +290,13 @@ RUN: tuple[Option, ...] = (
     ),
     Option(
         "--secret-file",
-        "a file (mode 0600) with the secret that all nodes of the job must know",
+        "with several nodes: a file (mode 0600) with the secret of the job, the same on all",
         metavar="F", default="", variable="RALLYPOINT_SECRET_FILE",
         example="--secret-file secret",
     ),
     Option(
         "--node-timeout",
-        "seconds without a sign of life after which a node is lost, and the job ends; 2 without it",
+        "seconds without a sign of life after which a node is lost, and the job ends",
         metavar="S", read=read_node_timeout, default=2.0, example="--node-timeout 10",
     ),
     # torchrun's, without effect here

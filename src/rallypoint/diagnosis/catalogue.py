@@ -384,7 +384,7 @@ _LISTED = (
     Cause("option-unknown", "rallypoint has no such option", "usage"),
     Cause(
         "several-nodes",
-        "an option that is for several nodes, which this version cannot start",
+        "a way for nodes to find each other, or a number of them, that rallypoint has not",
         "usage",
     ),
     Cause("internal-error", "a fault in rallypoint itself", "launcher"),

@@ -318,7 +318,9 @@ def _written(folder: str, record: Record) -> str:
 
 
 def _refused(headline: str, why: str = "", *help: tuple[str, str]) -> EnvironmentProblem:
-    leave_out = "leave --rdzv-endpoint out: ranks on one node need no meeting place of their own"
+    leave_out = (
+        "on one node leave --rdzv-endpoint out: its ranks need no meeting place of their own"
+    )
     return EnvironmentProblem(
         "rendezvous-unwritable",
         headline,

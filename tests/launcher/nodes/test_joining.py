@@ -177,6 +177,18 @@ def test_two_that_ask_for_one_place_and_live() -> None:
     assert "gpu01 and gpu02" in refused.headline
 
 
+@pytest.mark.parametrize(
+    ("address", "told"), [("0.0.0.0", False), ("10.0.0.1", False), ("127.0.0.1", True)]
+)
+def test_a_lead_that_other_machines_do_not_reach_is_named(address: str, told: bool) -> None:
+    """Each of two machines that were given localhost leads, and waits for the other."""
+    machine = Joining(LEAD, timeout=600.0, listens_on=address)
+    come(machine, LEAD)
+    (missing,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
+    assert isinstance(missing, TellMissing)
+    assert any("other machines do not reach" in line for line in missing.lines) is told
+
+
 def test_one_that_asks_for_the_place_of_the_lead() -> None:
     """It may come before the lead's own applicant has."""
     machine = joining()

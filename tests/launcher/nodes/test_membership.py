@@ -12,7 +12,7 @@ from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.host import ports
 from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead_runner import Settings
-from rallypoint.launcher.nodes.membership import Heard, Membership
+from rallypoint.launcher.nodes.membership import Heard, LeadLost, Membership
 from rallypoint.launcher.nodes.messages import (
     Applicant,
     EvidenceOf,
@@ -23,6 +23,7 @@ from rallypoint.launcher.nodes.messages import (
     Versions,
 )
 from rallypoint.launcher.plan import Nodes
+from rallypoint.store.server.server import Server
 
 SECRET = b"a secret of a test, long enough"
 
@@ -116,3 +117,33 @@ def test_a_port_that_is_taken_before_a_restart_is_told_by_node_0(join: Join) -> 
     finally:
         meeting.release()
         store.release()
+
+
+def no_judge(attempt: FailedAttempt) -> Sentence:
+    raise AssertionError(attempt)
+
+
+@pytest.mark.parametrize(
+    ("secret", "job", "code", "option"),
+    [
+        (b"another secret, of another file", "7", "wrong-secret", "my secret"),
+        (SECRET, "8", "wrong-job", "--rdzv-id"),
+    ],
+)
+def test_one_that_is_not_let_in(secret: bytes, job: str, code: str, option: str) -> None:
+    """It was told of rallypoint.connect(), which no user of `run` has called."""
+    with Server(secret=SECRET, job="7", local=False) as server:
+        port = int(server.address.rpartition(":")[2])
+        nodes = Nodes(count=2, rank=1, ports=(port,), secret_file="my secret")
+        settings = Settings(job, job, secret, 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py")
+        applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
+        membership = Membership(nodes, settings, applicant, no_judge, Clock())
+        try:
+            assert select.select([membership.fileno()], [], [], 10.0)[0]
+            (heard,) = membership.read()
+        finally:
+            membership.close(1.0)
+    assert isinstance(heard, LeadLost)
+    assert heard.problem is not None
+    assert heard.problem.code == code
+    assert option in heard.problem.headline

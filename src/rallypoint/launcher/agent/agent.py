@@ -188,12 +188,16 @@ class Agent:
         """Return this node's seat. On several nodes all must have come: the template imports
         meanwhile.
         """
+        from rallypoint.launcher.agent.console import say_directly
         from rallypoint.launcher.agent.other_nodes import OtherNodes
 
         template = self._helpers.template
         assert template is not None
         if not self._secret:
             return alone(self.plan)
+        if not self.plan.quiet:  # now: the others may come in minutes
+            for note in self.plan.notes:
+                say_directly(f"rallypoint: {note}")
         self.others = OtherNodes(self.plan, self._secret, clock)
         seated = self.others.join(self._signals, template.pidfd)
         if seated is None:  # the template has ended: the loop tells why, without the others

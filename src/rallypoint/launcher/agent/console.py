@@ -60,10 +60,12 @@ class Console:
         self._late_variables: set[str] = set()  # that a line was said of
 
     def start(self) -> None:
-        """Begin to carry the ranks' words, and say the plan's notes."""
+        """Begin to carry the ranks' words, and say the plan's notes. With several nodes they were
+        said before this one joined.
+        """
         self.pump.start()
         if not self._plan.quiet:
-            for note in self._plan.notes:
+            for note in self._plan.notes if self._plan.nodes is None else ():
                 self.say(f"rallypoint: {note}")
             self.live(f"rallypoint: {_count(self._plan.slots)} · importing torch")
 

@@ -77,7 +77,8 @@ def claim(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | None:
     host = _listening_address(nodes.host, must)
     if not host:
         return None
-    for port in nodes.ports:
+    # Two agents of one machine that may both lead must not hold a port each.
+    for port in nodes.ports if must else nodes.ports[:1]:
         try:
             return Claim(ports.hold_port(port, host))
         except EnvironmentProblem as problem:

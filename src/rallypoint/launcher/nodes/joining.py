@@ -102,12 +102,20 @@ class GiveUp(Decision):
 class Joining:
     """The one decision maker about the nodes of the world. `handle` returns what to do now."""
 
-    def __init__(self, lead: Applicant, *, timeout: float = JOIN_TIMEOUT, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        lead: Applicant,
+        *,
+        timeout: float = JOIN_TIMEOUT,
+        now: float = 0.0,
+        listens_on: str = "",
+    ) -> None:
         """`lead`: the lead's own applicant, with which all are compared; node 0 is its place. It
-        counts as here from its `Came` on.
+        counts as here from its `Came` on. `listens_on`: the address of its socket.
         """
         self.state = Stage.GATHERING
         self._lead = lead
+        self._listens_on = listens_on
         self._count = lead.nnodes
         self._began = now
         self._timeout = timeout
@@ -277,6 +285,11 @@ class Joining:
                 f"missing: node {ranges(free)}"
                 if len(free) < 2
                 else f"missing: nodes {ranges(free)}"
+            )
+        if _is_loopback(self._listens_on):
+            yield (
+                f"node 0 listens at {self._listens_on}, which other machines do not reach: with "
+                "several of them name an address of node 0 on all"
             )
         yield from [*self._last_words.values()][-refusals.HOSTS_MOST :]
 

@@ -102,7 +102,10 @@ class LeadRunner:
             claim.release()
             raise
         found = msgspec.structs.replace(applicant, offers=offers)
-        self._joining = Joining(found, timeout=settings.join_timeout, now=self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._joining = Joining(
+            found, timeout=settings.join_timeout, now=now, listens_on=self._wildcard
+        )
         self._lead: Lead | None = None
         self._applicants: dict[str, Applicant] = {}
         self._looks: dict[int, Looking] = {}

@@ -213,7 +213,10 @@ class Membership:
                 if error.code in FINAL:
                     raise _refused(nodes, error) from None
                 if left <= 0:
-                    raise _timed_out(nodes, str(error), *error.why) from None
+                    # Where nothing listens, a list of the attempts says no more than the error.
+                    why = () if error.code == "port-refused" else error.why
+                    help = error.help if error.code == "address-unresolved" else ()
+                    raise _timed_out(nodes, str(error), *why, help=help) from None
                 self._put(NotReached(str(error)))
                 continue
             self._member = member
@@ -317,12 +320,15 @@ def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
     return EnvironmentProblem(error.code, error.headline, why=error.why, help=error.help)
 
 
-def _timed_out(nodes: Nodes, *why: str) -> EnvironmentProblem:
+def _timed_out(
+    nodes: Nodes, *why: str, help: tuple[tuple[str, str], ...] = ()
+) -> EnvironmentProblem:
     return EnvironmentProblem(
         "join-timeout",
         f"the lead of the job was not reached within {nodes.join_timeout:g} s",
         why=why,
         help=(
+            *help,
             ("look whether the launcher of node 0 runs, and whether a firewall is between", ""),
             ("or give it more time", "--rdzv-conf join_timeout=1200"),
         ),

@@ -1,0 +1,45 @@
+"""Who may lead: agents of one machine claim the endpoint one after the other."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from rallypoint.launcher.nodes import endpoint
+from rallypoint.launcher.plan import Nodes
+
+
+@pytest.fixture
+def ports() -> tuple[int, ...]:
+    """Two free ports of this machine, as the static way has eight."""
+    with ExitStack() as stack:
+        socks = [stack.enter_context(closing(socket.socket())) for _ in range(2)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return tuple(sock.getsockname()[1] for sock in socks)
+
+
+@pytest.fixture
+def lead(ports: tuple[int, ...]) -> Iterator[endpoint.Claim]:
+    claimed = endpoint.claim(Nodes(count=2, ports=ports), None)
+    assert claimed is not None
+    assert claimed.held.port == ports[0]
+    yield claimed
+    claimed.release()
+
+
+@pytest.mark.usefixtures("lead")
+def test_the_second_agent_without_a_place_does_not_lead_too(ports: tuple[int, ...]) -> None:
+    """It took the next of the ports, and each waited for the other until the time was over."""
+    assert endpoint.claim(Nodes(count=2, ports=ports), None) is None
+
+
+@pytest.mark.usefixtures("lead")
+def test_node_0_takes_the_next_port_when_a_stranger_has_the_first(ports: tuple[int, ...]) -> None:
+    claimed = endpoint.claim(Nodes(count=2, rank=0, ports=ports), None)
+    assert claimed is not None
+    assert claimed.held.port == ports[1]
+    claimed.release()
