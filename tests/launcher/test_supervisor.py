@@ -813,6 +813,20 @@ def test_a_signal_elsewhere_and_the_same_here_are_one() -> None:
     assert signalled(node.at(7.0, sv.Signalled("SIGINT", 2))) == [(2, "SIGKILL"), (3, "SIGKILL")]
 
 
+def test_a_second_signal_elsewhere_kills_here_too() -> None:
+    node = Node()
+    node.at(5.0, sv.Elsewhere("node 0 got SIGINT", "SIGINT"), sv.EvidenceIn())
+    node.at(5.2, sv.Judged(130))
+    again = sv.Elsewhere("node 0 got SIGINT", "SIGINT")
+    assert node.at(5.0 + sv.ONE_SIGNAL / 2, again) == [], "one wish of one person"
+    assert signalled(node.at(7.0, again)) == [(2, "SIGKILL"), (3, "SIGKILL")]
+
+
+def test_a_first_signal_elsewhere_does_not_kill_ranks_whose_failure_is_not_judged_yet() -> None:
+    node = Node().failed()
+    assert signalled(node.at(5.5, sv.Elsewhere("node 0 got SIGINT", "SIGINT"))) == []
+
+
 def test_a_stop_from_outside_waits_for_ranks_on_other_nodes() -> None:
     node = Node()
     node.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn())

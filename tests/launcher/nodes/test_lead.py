@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rallypoint.diagnosis.evidence import Frame, Meeting, NodeEvidence, RankEvidence
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    Frame,
+    HelperLost,
+    Meeting,
+    NodeEvidence,
+    RankEvidence,
+)
 from rallypoint.diagnosis.rendezvous_mismatch import MISFIT_SETTLE
 from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.nodes.all_ranks import LOOK_AFTER, ROLL_CALL_PATIENCE
@@ -156,6 +163,22 @@ def test_the_node_on_which_it_failed_is_given_longer() -> None:
     assert play.machine.due == 5.0 + CAUSE_PATIENCE
     (diagnose,) = play.at(6.4, evidence(1))
     assert diagnose.silent == ()
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"helper": HelperLost("template", 7, Ended(0, 9, 5.0))},
+        {"problem": Report("port-in-use", "port 29500 is taken")},
+    ],
+)
+def test_a_node_that_can_start_no_rank_forbids_another_attempt(known: dict[str, Any]) -> None:
+    play = Play(max_restarts=3)
+    play.judging()
+    here = NodeEvidence(node=1, host="gpu02", **known)
+    play.at(5.2, evidence(0), EvidenceOf(1, here), evidence(2), Diagnosed(137, "", (REPORT,)))
+    (dismissed,) = play.at(6.0, *over(0, 1, 2))
+    assert (type(dismissed), dismissed.status) == (DismissAll, 137)
 
 
 def test_a_lost_node_is_judged_without_it_and_ends_the_job() -> None:

@@ -805,6 +805,13 @@ class Supervisor:
         self._heed_signal(event, now)
         return []
 
+    def _elsewhere_while_stopping(self, event: Elsewhere, now: float) -> list[Action]:
+        """Take a signal on another node for a second one of our own: it kills."""
+        if not event.signal or (self._asked_by is None and not self._is_judged):
+            return []
+        number = signal.Signals[event.signal]
+        return self._signal_while_stopping(Signalled(event.signal, number), now)
+
     def _elsewhere_after_the_end(self, event: Elsewhere, now: float) -> list[Action]:
         """Report of ranks that have ended before: the lead wants the part of every node."""
         if self._asked_by is not None:  # that is told
@@ -938,6 +945,7 @@ TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[
     },
     State.STOPPING: {
         Judged: Supervisor._judged,
+        Elsewhere: Supervisor._elsewhere_while_stopping,
         RankEnded: Supervisor._ended_while_stopping,
         Timer: Supervisor._timer_while_stopping,
         Stuck: Supervisor._stuck,

@@ -308,6 +308,8 @@ class Lead:
         self.state, self._status = Phase.STOPPING, event.status
         self._deadline = now + self._grace + OVER_PATIENCE
         self._restarts.failed(event.same, now - self._began)
+        if any(node.helper or node.problem for node in self._evidence.values()):
+            self._restarts.most = self._restarts.made  # that node can start no rank
         sentence = SentenceAll(event.reports, event.status, event.same)
         return [sentence, *self._perhaps_conclude(now)]
 
