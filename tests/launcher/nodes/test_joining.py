@@ -147,6 +147,8 @@ def test_one_that_was_started_for_something_else_is_refused_by_name(
     assert refused.code == "node-skew"
     assert "gpu01" in refused.headline
     assert named in refused.headline
+    assert refused.why
+    assert refused.help
     assert come(machine, applicant(2)) == []
     assert isinstance(come(machine, applicant(3))[0], Form)
 

@@ -288,8 +288,8 @@ class Joining:
             )
         if _is_loopback(self._listens_on):
             yield (
-                f"node 0 listens at {self._listens_on}, which other machines do not reach: with "
-                "several of them name an address of node 0 on all"
+                f"node 0 listens at {self._listens_on}, which other machines do not reach: on "
+                "several machines --rdzv-endpoint or --master-addr names another address of node 0"
             )
         yield from [*self._last_words.values()][-refusals.HOSTS_MOST :]
 

@@ -60,8 +60,9 @@ def unfit(applicant: Applicant, lead: Applicant) -> Refuse | None:
         return _skew(
             applicant,
             f"was started with another program, or other arguments, than {node_0}",
-            "all nodes of a job run the same program with the same arguments",
-            "start the same command on all nodes",
+            "all nodes of a job are given the same program and arguments, letter by letter",
+            "start the same command on all nodes; what differs between them may be an environment "
+            "variable",
         )
     rank = applicant.node_rank
     if rank is None or 0 <= rank < count:
