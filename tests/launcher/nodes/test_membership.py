@@ -10,9 +10,10 @@ import pytest
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.host import ports
+from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead_runner import Settings
-from rallypoint.launcher.nodes.membership import Heard, LeadLost, Membership
+from rallypoint.launcher.nodes.membership import Heard, LeadLost, Membership, NotReached
 from rallypoint.launcher.nodes.messages import (
     Applicant,
     EvidenceOf,
@@ -41,8 +42,13 @@ Join = Callable[..., Membership]
 def join() -> Iterator[Join]:
     made: list[Membership] = []
 
-    def join(judge: Callable[[FailedAttempt], Sentence], master_port: int = 0) -> Membership:
-        nodes = Nodes(count=1, rank=0, host="127.0.0.1", ports=(_free_port(),))
+    def join(
+        judge: Callable[[FailedAttempt], Sentence],
+        master_port: int = 0,
+        rank: int = 0,
+        ports: tuple[int, ...] = (),
+    ) -> Membership:
+        nodes = Nodes(count=1, rank=rank, host="127.0.0.1", ports=ports or (_free_port(),))
         settings = Settings(
             job="test",
             name="none",
@@ -147,3 +153,16 @@ def test_one_that_is_not_let_in(secret: bytes, job: str, code: str, option: str)
     assert heard.problem is not None
     assert heard.problem.code == code
     assert option in heard.problem.headline
+
+
+def test_another_job_at_one_of_several_ports_is_passed_by(join: Join) -> None:
+    with Server(secret=SECRET, job="other", local=False) as server:
+        at = int(server.address.rpartition(":")[2])
+        member = join(lambda failed: Sentence((), 1), rank=1, ports=(_free_port(), at))
+        assert isinstance(_heard(member), NotReached)
+
+
+def test_jobs_without_a_name_are_told_apart_by_their_ports() -> None:
+    one, two = (Nodes(count=2, ports=tuple(range(at, at + 8))) for at in (29501, 29502))
+    assert endpoint.job_name(one) != endpoint.job_name(two)
+    assert endpoint.job_name(Nodes(count=2, job="7")) == "7"

@@ -29,6 +29,7 @@ from rallypoint.launcher import exits
 from rallypoint.launcher.agent import evidence_collection, supervisor
 from rallypoint.launcher.agent.console import say_directly, shares_screen
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
+from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt, judge
 from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, looked
 from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
@@ -128,7 +129,7 @@ class OtherNodes:
             nodes,
             Settings(
                 job=plan.job,
-                name=nodes.job or "none",
+                name=endpoint.job_name(nodes),
                 secret=derived(secret, "coordination"),
                 node_timeout=nodes.timeout,
                 join_timeout=nodes.join_timeout,

@@ -33,6 +33,14 @@ def job_secret(nodes: Nodes) -> bytes:
     )
 
 
+def job_name(nodes: Nodes) -> str:
+    """Return the name by which the job's nodes know its lead: of two jobs without an --rdzv-id the
+    ports may overlap.
+    """
+    first, last = nodes.ports[0], nodes.ports[-1]
+    return nodes.job or ("none" if first == last else f"at ports {first}-{last}")
+
+
 def own_address(nodes: Nodes) -> str:
     """Return the numeric address from which this node is to connect, "" for the kernel's choice.
     Raises EnvironmentProblem when it is none of this machine's.

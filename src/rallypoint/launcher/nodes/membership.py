@@ -210,7 +210,8 @@ class Membership:
                     source=nodes.local_addr,
                 )
             except StoreUnreachable as error:
-                if error.code in FINAL:
+                # Another job may have one of several ports, and the lead come later.
+                if error.code in FINAL and (error.code != "wrong-job" or len(places) < 2):
                     raise _refused(nodes, error) from None
                 if left <= 0:
                     # Where nothing listens, a list of the attempts says no more than the error.
