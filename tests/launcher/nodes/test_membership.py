@@ -13,7 +13,13 @@ from rallypoint.host import ports
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead_runner import Settings
-from rallypoint.launcher.nodes.membership import Heard, LeadLost, Membership, NotReached
+from rallypoint.launcher.nodes.membership import (
+    BEFORE_NEXT_TRY,
+    Heard,
+    LeadLost,
+    Membership,
+    NotReached,
+)
 from rallypoint.launcher.nodes.messages import (
     Applicant,
     EvidenceOf,
@@ -160,6 +166,9 @@ def test_another_job_at_one_of_several_ports_is_passed_by(join: Join) -> None:
         at = int(server.address.rpartition(":")[2])
         member = join(lambda failed: Sentence((), 1), rank=1, ports=(_free_port(), at))
         assert isinstance(_heard(member), NotReached)
+        clock = Clock()
+        assert isinstance(_heard(member), NotReached)
+        assert clock.elapsed() > BEFORE_NEXT_TRY / 2, "it asks without a pause"
 
 
 def test_jobs_without_a_name_are_told_apart_by_their_ports() -> None:

@@ -43,8 +43,10 @@ from rallypoint.world import Seat
 TRY_TIMEOUT = 2.0
 """Seconds of one try to reach the lead. Its name and the node that leads are looked up anew for each."""
 
-FOLDER_LOOK = 0.2
-"""Seconds between looks at the folder on a shared disk: nobody tells of a change there."""
+BEFORE_NEXT_TRY = 0.2
+"""Seconds between tries to reach the lead, and between looks at the folder on a shared disk: nobody
+tells of a change there.
+"""
 
 FINAL = frozenset({"wrong-secret", "wrong-job", "version-skew"})
 """Codes of a refusal by a store of ours: trying again gives the same answer."""
@@ -219,6 +221,7 @@ class Membership:
                     help = error.help if error.code == "address-unresolved" else ()
                     raise _timed_out(nodes, str(error), *why, help=help) from None
                 self._put(NotReached(str(error)))
+                self._leaving.wait(BEFORE_NEXT_TRY)  # a refusal comes at once
                 continue
             self._member = member
             if not self._leaving.is_set():
@@ -232,7 +235,7 @@ class Membership:
         if left <= 0:
             raise _timed_out(self._nodes, because)
         self._put(NotReached(because))
-        self._leaving.wait(FOLDER_LOOK)
+        self._leaving.wait(BEFORE_NEXT_TRY)
 
     def _places(self) -> list[tuple[str, int]]:
         if self.lead is None:
