@@ -619,14 +619,25 @@ def alone(plan: Plan) -> Seat:
     return Seat(0, 0, World.of([plan.slots]), plan.master_addr, 0)
 
 
-def at_node(plan: Plan, job: str, node: int) -> Plan:
-    """Return the plan of one of several nodes, now that the job's id and the node's number are
-    known. Its run folder is one of several in the job's.
+def at_node(plan: Plan, seat: Seat, job: str, max_restarts: int) -> Plan:
+    """Return the plan of one of several nodes, with what the lead has told. Its run folder is one
+    of several in the job's. Raises UsageError for a --debug-rank that the job has not.
     """
+    if plan.debug_rank >= seat.world.size:
+        raise UsageError(
+            "usage",
+            f"--debug-rank {plan.debug_rank} is not a rank of this job: {_ranks_there_are(seat.world.size)}",
+            help=(("give a rank that there is", "--debug-rank 0"),),
+        )
     folder = (
         plan.run_dir if plan.run_dir_asked else os.path.join(os.path.dirname(plan.run_dir), job)
     )
-    return msgspec.structs.replace(plan, job=job, run_dir=os.path.join(folder, f"node{node}"))
+    return msgspec.structs.replace(
+        plan,
+        job=job,
+        run_dir=os.path.join(folder, f"node{seat.node}"),
+        max_restarts=max_restarts,
+    )
 
 
 def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
@@ -720,7 +731,7 @@ def describe(plan: Plan) -> str:
             else []
         ),
         ("stdin", f"rank {plan.debug_rank}"),
-        ("run folder", plan.run_dir),
+        ("run folder", plan.run_dir if plan.nodes is None else f"{plan.run_dir}/node<its number>"),
         *_describe_logs(plan),
     ]
     if plan.plain:

@@ -204,7 +204,7 @@ class Agent:
             self.others.close()
             self.others = None
             return alone(self.plan)
-        self.plan = at_node(self.plan, seated.job, seated.seat.node)
+        self.plan = at_node(self.plan, seated.seat, seated.job, seated.max_restarts)
         return seated.seat
 
     def _make_parts(
@@ -395,7 +395,7 @@ class Agent:
         if others is not None:
             others.failing(action.because)
         if action.reason == "isolated" and others is not None:
-            reports = reporter.show((others.report_of_loss(action.because),))
+            reports = others.show_loss()
         elif job.problem is not None and action.reason == "start":
             reports = reporter.of_problem(job.problem)
             if others is not None:

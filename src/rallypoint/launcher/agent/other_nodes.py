@@ -280,7 +280,7 @@ class OtherNodes:
             self._lease_due = now + min(left, LEASE_LOOK)
             self._job.loop.at("lease", self._lease_due, self._look_at_lease)
         else:
-            self._on_lost(f"no sign of life was confirmed for {self._timeout:g} s")
+            self._on_lost("the lead has not answered in time")
 
     def _on_lost(self, because: str) -> None:
         """End the ranks: the conversation with the lead is over."""
@@ -397,10 +397,14 @@ class OtherNodes:
             brief=render.in_one_line(first, seat.node, host) if self._shares_screen() else "",
         )
 
-    def report_of_loss(self, because: str) -> Report:
-        """Return the report on the end of the conversation with the lead, with what a look at the
-        lead's host and at other nodes shows.
-        """
+    def show_loss(self) -> tuple[Report, ...]:
+        """Show the report on the end of the conversation with the lead; return the attempt's."""
+        report, seat = self._report_of_loss(), self._job.seat
+        here = render.own_part(report, seat.node, os.uname().nodename, seat.ranks, None)
+        return self._job.reporter.show((report,), here=here)
+
+    def _report_of_loss(self) -> Report:
+        """Return that report, with what a look at the lead's host and at other nodes shows."""
         from rallypoint.diagnosis.causes import nodes
 
         here, lead_host = os.uname().nodename, self._lead_host

@@ -330,7 +330,9 @@ class LeadRunner:
     def _seat(self, seats: Mapping[str, Seat]) -> None:
         for id, seat in seats.items():
             self._held_address = f"{seat.master_addr}:{seat.master_port}"
-            seated = messages.Seated(seat, self._settings.job, self._joining.hosts[0])
+            seated = messages.Seated(
+                seat, self._settings.job, self._joining.hosts[0], self._settings.max_restarts
+            )
             self._send(id, seated)
 
     def _diagnose(self, decision: lead.Diagnose) -> None:

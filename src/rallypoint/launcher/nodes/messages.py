@@ -224,6 +224,7 @@ class Seated(NodeMessage):
     seat: Seat
     job: str  # the job's id, which is the lead's
     host: str  # name of node 0
+    max_restarts: int = 0  # the lead's, which counts
 
 
 class Judge(NodeMessage):
