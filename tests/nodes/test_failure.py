@@ -156,6 +156,7 @@ time.sleep(600)
     each = jobs.start_all(
         program.replace("FOLDER", str(jobs.folder)), "--max-restarts", "1", ranks=RANKS
     )
+    assert each[0].wait() == 3, each[0].output()
     assert {one.wait() for one in each} == {3}
     for one in each:
         counts = [each["TORCHELASTIC_RESTART_COUNT"] for each in told([one])]

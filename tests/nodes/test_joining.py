@@ -307,6 +307,8 @@ def test_a_node_that_joined_and_died_is_replaced(four: Jobs) -> None:
     with pytest.raises(TimeoutError):
         lost.wait(2.0)
     four.cluster[1].kill()
+    with pytest.raises(TimeoutError):
+        lead.wait(2.0)  # its session is over by then: the place is free
     rest = [four.start(four.cluster[number], nnodes=3) for number in (2, 1)]
     well([lead, *rest])
 

@@ -121,8 +121,8 @@ DOCTOR = Command(
     foot=_checks,
     head="""\
 usage: rallypoint doctor [options]
-       rallypoint doctor --listen PORT --secret-file F       on one machine, and
-       rallypoint doctor --peer HOST:PORT --secret-file F    on another: the way between them
+       rallypoint doctor --listen PORT --secret-file F     on one machine,
+       rallypoint doctor --peer HOST:PORT --secret-file F  and on another
 
 Look at this machine before a job does: a line for each check, [ok], [?] for what could not be looked at, [!] for what a
 job may run into and [x] for what is broken or will break most, with what to do. The exit status is 1 after any [x].

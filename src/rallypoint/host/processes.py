@@ -374,8 +374,13 @@ def other_threads(pid: int) -> dict[int, ThreadActivity]:
 
 
 def threads(pid: int | str = "self") -> int:
-    """Return how many threads a process has."""
-    return len(os.listdir("/proc/self/task" if pid == "self" else f"{_PROC}/{pid}/task"))
+    """Return how many threads a process has.
+
+    A listing may miss one while another thread ends; the folder's number of links (proc(5)) does
+    not, where the kernel gives it.
+    """
+    folder = "/proc/self/task" if pid == "self" else f"{_PROC}/{pid}/task"
+    return max(len(os.listdir(folder)), os.stat(folder).st_nlink - 2)
 
 
 def sockets(pid: int) -> set[int]:

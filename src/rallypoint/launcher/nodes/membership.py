@@ -154,11 +154,14 @@ class Membership:
         """
         self._leaving.set()
         self._to_send.put(None)
+        patience = LEAVE_TIMEOUT
+        if self._member is not None and self.left <= 0.0:
+            patience = 0.0  # nothing reaches the lead any more, and threads may wait in vain
         if self._sending is not None:
-            self._sending.join(LEAVE_TIMEOUT)
+            self._sending.join(patience)
         if self._member is not None:
             self._member.close()
-        self._thread.join(LEAVE_TIMEOUT)
+        self._thread.join(patience)
         if self.lead is not None:
             self.lead.close(timeout)
 
