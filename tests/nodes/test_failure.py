@@ -15,7 +15,7 @@ from .conftest import MakeCluster
 from .jobs import STAY, TELL, Jobs, codes, told
 from .netns import Cluster, Node, Process, wait_until
 
-LATE = 2.0
+LATE = 20.0
 """Seconds that something may be later than promised on a busy machine."""
 
 RANKS = 2
@@ -139,25 +139,6 @@ if attempt == "0":
         program.replace("FOLDER", str(jobs.folder)), "--max-restarts", "1", ranks=RANKS
     )
     assert [one.wait() for one in each] == [0, 0, 0, 0]
-    for one in each:
-        counts = [each["TORCHELASTIC_RESTART_COUNT"] for each in told([one])]
-        assert sorted(counts) == ["0", "0", "1", "1"]
-
-
-def test_restarts_are_counted_once_for_the_job(jobs: Jobs) -> None:
-    """Not by each agent on its own (pytorch #147064)."""
-    program = (
-        TOGETHER
-        + """
-if os.environ["RANK"] == str(2 * int(attempt)): sys.exit(3)
-time.sleep(600)
-"""
-    )
-    each = jobs.start_all(
-        program.replace("FOLDER", str(jobs.folder)), "--max-restarts", "1", ranks=RANKS
-    )
-    assert each[0].wait() == 3, each[0].output()
-    assert {one.wait() for one in each} == {3}
     for one in each:
         counts = [each["TORCHELASTIC_RESTART_COUNT"] for each in told([one])]
         assert sorted(counts) == ["0", "0", "1", "1"]
