@@ -260,6 +260,8 @@ class OtherNodes:
                     job.reporter.report_moved(ranks)
             case LeadLost(because):
                 self._on_lost(because)
+            case ConnectionError():  # the lead's own session: this launcher stood still
+                self._on_lost(str(heard))
             case Exception():
                 raise heard
 
