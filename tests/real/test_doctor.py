@@ -394,6 +394,10 @@ def _has_link(machine: Sequence[str], name: str) -> bool:
     )
 
 
+SBIN = "PATH=$PATH:/usr/sbin:/sbin"
+"""For `sh`: nft lies there, which an ordinary user's PATH leaves out."""
+
+
 @contextmanager
 def two_machines() -> Iterator[tuple[list[str], list[str]]]:
     """Two network namespaces with a cable between them, 10.77.0.1 and 10.77.0.2, each with a name:
@@ -459,13 +463,13 @@ def test_a_firewall_and_packets_that_are_too_large(secret_file: Path) -> None:
             ("ct state new drop", "peer-one-way", " does not reach node07 at 10.77.0.1:"),
             ("meta length 1000-65535 drop", "large-packets-lost", "256.0 KiB at a time do not"),
         ):
-            script = f"{table}; nft add rule inet t in iif != lo {rule}"
+            script = f"{SBIN}; {table}; nft add rule inet t in iif != lo {rule}"
             subprocess.run([*here, "sh", "-c", script], check=True)
             status, (found, *_) = examined("--peer", f"10.77.0.2:{port}", before=here)
             assert (status, found["mark"], found["code"]) == (1, "fault", code), found
             assert fact in found["fact"]
             assert line(listener)["code"] == code
-            subprocess.run([*here, "nft", "flush", "ruleset"], check=True)
+            subprocess.run([*here, "sh", "-c", f"{SBIN}; nft flush ruleset"], check=True)
 
 
 @pytest.mark.root
