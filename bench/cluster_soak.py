@@ -1,5 +1,5 @@
 """The soak of a job on several nodes without any node: the pure cores under one clock that a seed
-moves (`rallypoint.testing.cluster`), very often, and once with thousands of nodes.
+moves (`rallypoint.testing.simulated_cluster`), very often, and once with thousands of nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.harness import ROOT, environment
 from bench.outcome import Outcome
 from bench.store_soak import written
-from rallypoint.testing.cluster import Cluster
+from rallypoint.testing.simulated_cluster import SimulatedCluster
 
 SIZES = ((1_000, 8), (10_000, 1), (10_000, 8))
 """Nodes, and ranks on each, of the jobs that are measured."""
@@ -55,7 +55,7 @@ def large(nodes: int, ranks: int) -> tuple[dict[str, float], list[str]]:
     smaller than of one with thousands.
     """
     gc.disable()
-    cluster = Cluster(nodes, nodes=nodes, ranks=ranks, faults=0, timer=time.thread_time)
+    cluster = SimulatedCluster(nodes, nodes=nodes, ranks=ranks, faults=0, timer=time.thread_time)
     cluster.max_restarts = 0
     cluster.nodes[nodes // 2].fails = True
     wrong = cluster.run()
@@ -77,7 +77,7 @@ def main(first: int, count: int, number: int) -> None:
     counts: Counter[str] = Counter()
     times: dict[str, float] = {}
     for seed in range(first, first + count):
-        cluster = Cluster(seed)
+        cluster = SimulatedCluster(seed)
         if found := cluster.run():
             wrong[seed] = found
         counts += cluster.counts

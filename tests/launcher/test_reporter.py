@@ -148,28 +148,15 @@ def test_a_module_to_preload_that_is_not_there_is_said_once(
     assert bool(report.said) == quoted
 
 
-@pytest.mark.parametrize(
-    ("variables", "shared"),
-    [
-        ("", False),
-        ("SLURM_JOB_ID SLURM_NODEID", False),  # in a batch script: only this node is on its screen
-        ("SLURM_JOB_ID SLURM_STEP_ID", True),
-        ("PMI_RANK PMI_FD", True),
-        ("PMIX_RANK", True),
-        ("OMPI_COMM_WORLD_RANK", True),
-        ("KUBERNETES_SERVICE_HOST JOB_COMPLETION_INDEX", False),
-    ],
-)
-def test_srun_and_mpirun_show_all_nodes_on_one_screen(variables: str, shared: bool) -> None:
-    environ = dict.fromkeys(variables.split(), "1")
+def test_a_file_of_the_nodes_own_is_no_screen() -> None:
     read, write = os.pipe()
     try:
-        assert console.shares_screen(environ, write) is shared
+        assert console.shares_screen(write)
     finally:
         os.close(read)
         os.close(write)
     with tempfile.TemporaryFile() as file:  # srun --output=log.%N
-        assert not console.shares_screen(environ, file.fileno())
+        assert not console.shares_screen(file.fileno())
 
 
 def test_nodes_on_one_screen_print_one_report() -> None:

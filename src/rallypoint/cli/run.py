@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rallypoint.cli import args, commands, precheck, run_options
 from rallypoint.cli.hints import retyped
 from rallypoint.cli.output import rendered, write_err, write_out
+from rallypoint.clusters.detect import detect
 from rallypoint.errors import UsageError
 from rallypoint.launcher import torch_version
 
@@ -27,7 +28,9 @@ def main(argv: list[str]) -> int:
     return args.invoke(
         commands.RUN,
         argv,
-        lambda line: start(run_options.read(line), os.environ, line.typed),
+        lambda line: start(
+            run_options.read(line, lambda: detect(os.environ)), os.environ, line.typed
+        ),
         os.environ,
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rallypoint.cli import args as parser
 from rallypoint.cli.args import CommandLine, Given
@@ -23,6 +23,9 @@ from rallypoint.launcher.plan import (
 )
 from rallypoint.launcher.program import Program
 
+if TYPE_CHECKING:
+    from rallypoint.clusters.cluster import Cluster
+
 _SAME_NAME = (
     *("fresh", "preload", "port_range", "role", "max_restarts", "stall", "on_failure"),
     *("debug_rank", "run_dir", "log_dir", "redirects", "tee", "local_ranks_filter"),
@@ -32,13 +35,23 @@ _SAME_NAME = (
 """Fields of `Options` that are an option's value as it is, and have its name."""
 
 
-def read(line: CommandLine) -> Options:
+_PLACE = ("rdzv_endpoint", "master_addr")
+"""Options of which each says where the nodes find each other."""
+
+
+def read(line: CommandLine, detect: Callable[[], Cluster | None] = lambda: None) -> Options:
     """Return what is asked for: values from their texts, and what they mean together.
 
+    `detect` returns the cluster that has started this process; it fills in what was not given. It
+    is not called where the options ask for one node.
+
     Raises `UsageError`: `option-unknown`, `usage` for a value that is none, `several-nodes` for
-    a way to meet that is not built.
+    a way to meet that is not built, `cluster-unclear`.
     """
     values, given = parser.values(line, RUN), line.given
+    one_node = values["standalone"] or ("nnodes" in given and values["nnodes"] == 1)
+    cluster = None if one_node else detect()
+    lines = _fill_in(values, given, cluster) if cluster is not None else []
     notes = [
         f"{option.names[0]} has no effect here: {option.why}"
         for option in RUN.options
@@ -49,8 +62,8 @@ def read(line: CommandLine) -> Options:
     signals = tuple(name for name in values["signals_to_handle"] if name not in unknown)
     program = _program(line, values)
     behind, rest = _behind(line.words)
-    nodes, more = _nodes(values, given)
-    address, port, ignored = _meeting_point(values, given)
+    nodes, more = _nodes(values, given, cluster)
+    address, port, ignored = _meeting_point(values, given, cluster)
     by_other_name = "grace" not in given and values["shutdown_timeout"] is not None
     return Options(
         **{name: values[name] for name in _SAME_NAME},
@@ -60,16 +73,59 @@ def read(line: CommandLine) -> Options:
         master_port=port,
         rendezvous="" if nodes is not None else _place(values),
         nodes=nodes,
+        cluster=cluster,
         run_id="" if values["standalone"] else values["rdzv_id"],
         grace=values["shutdown_timeout" if by_other_name else "grace"],
         stdout_filters=values["duplicate_stdout_filters"],
         stderr_filters=values["duplicate_stderr_filters"],
         signals=signals,
         notices=_notices(values["notice_signal"], signals),
-        notes=(*notes, *ignored, *more),
+        notes=(*notes, *lines, *ignored, *more),
         behind=shlex.join(behind),
         moved=retyped((*line.typed, *behind), *rest) if behind else "",
     )
+
+
+def _fill_in(
+    values: dict[str, Any], given: Mapping[str, tuple[Given, ...]], cluster: Cluster
+) -> list[str]:
+    """Put what a cluster tells in the place of what was not given; return lines about the rest.
+    Raises UsageError `cluster-unclear`.
+    """
+    placed = any(key in given for key in _PLACE)
+    for gap in cluster.unclear:
+        if not all(key in given or (key in _PLACE and placed) for key in gap.flags):
+            raise UsageError("cluster-unclear", gap.headline, why=gap.why, help=gap.help)
+    lines = list(cluster.notes)
+    told = {"nnodes": cluster.nodes, "nproc_per_node": cluster.slots, "rdzv_id": cluster.job}
+    if not placed:  # else nobody knows whether node 0 of the cluster is at that place
+        told["node_rank"] = cluster.node
+    for key, value in told.items():
+        if value in (None, ""):
+            continue
+        if key not in given:
+            values[key] = value
+        elif values[key] != value and key != "rdzv_id":
+            says = f"{BY_KEY[key].names[0]} {value}"
+            lines.append(f"{given[key][-1]} wins over {cluster.name}, which says {says}")
+    if placed and values["nnodes"] > 1 and cluster.host:
+        one = next(given[key][-1] for key in _PLACE if key in given)
+        lines.append(f"{one} wins over {cluster.name}, which says that node 0 is {cluster.host}")
+    if values["nnodes"] > 1 and not (placed or cluster.host or cluster.exchange):
+        raise UsageError(
+            "cluster-unclear",
+            f"{cluster.name} does not say where node 0 of the job is",
+            why=cluster.because,
+            help=(("name it, the same on each node", "--rdzv-endpoint node0:29400"),),
+        )
+    if (values["node_rank"] or 0) >= values["nnodes"] and "node_rank" not in given:
+        raise UsageError(
+            "cluster-unclear",
+            f"this is node {cluster.node} for {cluster.name}, and the job has {values['nnodes']}, counted from 0",
+            why=cluster.because,
+            help=(("start as many as the job has", f"--nnodes {cluster.nodes}"),),
+        )
+    return lines
 
 
 def _usage(headline: str, *help: tuple[str, str]) -> UsageError:
@@ -160,7 +216,9 @@ def _no_program(values: Mapping[str, Any], typed: tuple[str, ...]) -> UsageError
 
 
 def _nodes(
-    values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]
+    values: Mapping[str, Any],
+    given: Mapping[str, tuple[Given, ...]],
+    cluster: Cluster | None,
 ) -> tuple[Nodes | None, list[str]]:
     """Return how the nodes of the job find each other, None for one node; and what to say."""
     count, rank, backend = values["nnodes"], values["node_rank"], values["rdzv_backend"]
@@ -187,19 +245,22 @@ def _nodes(
             ("leave one of the two out", ""),
         )
     host, port = values["rdzv_endpoint"]
+    by_cluster = cluster if not any(key in given for key in _PLACE) else None
     static = backend == "static" and not host.startswith("file://")
     if "://" in host and not host.startswith("file://"):
         raise _usage(
             f"{given['rdzv_endpoint'][-1]} is not a place where nodes can meet",
             ("name the lead's address", "--rdzv-endpoint node0:29400"),
         )
-    if static:
+    if static or by_cluster is not None:
         port = port or values["master_port"] or MASTER_PORT
         first = port + 1
         ports = tuple(range(first, min(first + COORDINATION_PORTS, 1 << 16)))
         host = host or values["master_addr"]
     else:
         ports = (port or COORDINATION_PORT,)
+    if by_cluster is not None:
+        host, ports = by_cluster.host, by_cluster.ports or ports
     settings, more = _settings(values["rdzv_conf"])
     nodes = Nodes(
         count=count,
@@ -209,7 +270,8 @@ def _nodes(
         folder=_place(values),
         local_addr=values["local_addr"],
         job=values["rdzv_id"],
-        secret_file=values["secret_file"],
+        secret_file=values["secret_file"] or (cluster.secret if cluster is not None else ""),
+        exchange=by_cluster.exchange if by_cluster is not None else "",
         timeout=values["node_timeout"],
         **settings,
     )
@@ -237,7 +299,9 @@ def _settings(pairs: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _meeting_point(
-    values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]
+    values: Mapping[str, Any],
+    given: Mapping[str, tuple[Given, ...]],
+    cluster: Cluster | None,
 ) -> tuple[str, int, list[str]]:
     """Return address and port where the ranks meet, as asked ("" and 0: not asked), and what to
     say. Which of torchrun's options wins is torchrun's rule.
@@ -254,6 +318,8 @@ def _meeting_point(
     if host.startswith("file://"):  # a place, not an address: see `_place`
         return "", 0, ignored("--rdzv-endpoint")
     several = values["nnodes"] > 1
+    if several and cluster is not None and not any(key in given for key in _PLACE):
+        return "", values["master_port"] or 0, []  # else any free port: a host may have many jobs
     if several and backend == "c10d":  # the endpoint's port is the lead's
         return "", 0, ignored("--rdzv-backend c10d")
     if several:

@@ -66,6 +66,11 @@ _LISTED = (
     Cause("job-complete", "a node came to a job that has all its nodes", "usage"),
     Cause("node-duplicate", "two nodes were started with the same number", "usage"),
     Cause("node-skew", "a node was started with another program, size or version", "usage"),
+    Cause(
+        "cluster-unclear",
+        "a cluster does not say enough of the job, or contradicts itself",
+        "usage",
+    ),
     Cause("no-common-address", "no address of node 0 is reached by every node", "machine"),
     Cause("cause-unknown", "the evidence names no cause", "program"),
     Cause(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from rallypoint.clusters.cluster import Cluster
+from rallypoint.clusters.secret_source import MOUNT
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
 from rallypoint.launcher import preload_parts
@@ -85,6 +87,8 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     # Where the lead listens: a name or an address, and the ports that are tried in this order.
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = (COORDINATION_PORT,)
+    exchange: str = ""  # module of clusters/ that hands the lead's place to all nodes instead
+    lead: tuple[str, ...] = ()  # addresses of the lead, once it was handed over
     folder: str = ""  # on a shared disk, where the lead writes its addresses instead
     local_addr: str = ""  # address of this node from which it connects; "": the kernel's choice
     job: str = ""  # --rdzv-id: nodes of another job are refused
@@ -99,6 +103,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
     program: Program
     nodes: Nodes | None = None  # None: this node alone
+    cluster: Cluster | None = None  # that has started this launcher
     master_port: int = 0  # 0: any free one
     port_range: tuple[int, int] | None = None
     run_id: str = ""  # "": the job's id
@@ -531,12 +536,20 @@ def _environment(
     return variables, remarks
 
 
+def _tasks_here(chosen: Chosen) -> tuple[int, int]:
+    """Return the place of this launcher among those that a cluster has started on this host, and
+    their number."""
+    local = chosen.cluster.local if chosen.cluster is not None else None
+    return local or (0, 1)
+
+
 def _rank_environment(
     options: Options, environ: Mapping[str, str], size: int
 ) -> tuple[dict[str, str], ...]:
     """Return the variables that differ between local ranks in any world."""
     rows = []
-    for rank in range(size):
+    first = _tasks_here(options)[0] * size
+    for rank in range(first, first + size):
         row = {"LOCAL_RANK": str(rank)}
         if options.virtual_local_rank:
             row["LOCAL_RANK"] = "0"
@@ -647,7 +660,7 @@ def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
         "RALLYPOINT_JOB": plan.job,
         "GROUP_RANK": str(seat.node),
         "ROLE_NAME": plan.role,
-        "LOCAL_WORLD_SIZE": str(len(seat.ranks)),
+        "LOCAL_WORLD_SIZE": str(len(seat.ranks) * _tasks_here(plan)[1]),
         "WORLD_SIZE": size,
         "GROUP_WORLD_SIZE": str(seat.world.nodes),
         "ROLE_WORLD_SIZE": size,
@@ -704,6 +717,7 @@ def describe(plan: Plan) -> str:
     lines = [
         ("job", plan.job),
         ("program", typed),
+        *(_describe_cluster(plan.cluster) if plan.cluster is not None else ()),
         ("ranks", f"{plan.slots} on this node"),
         ("start", start),
         *(
@@ -767,9 +781,18 @@ def _with_notes(plan: Plan, text: list[str]) -> str:
     return "\n".join(text) + "\n"
 
 
+def _describe_cluster(cluster: Cluster) -> list[tuple[str, str]]:
+    """Return the facts that the cluster has told, each with its source."""
+    place = f"task {cluster.local[0]} of {cluster.local[1]} on this host" if cluster.local else ""
+    told = (*cluster.because, *([place] if place else []))
+    return [("started by", cluster.name), *(("", line) for line in told)]
+
+
 def _describe_nodes(plan: Plan, nodes: Nodes, port: str) -> list[tuple[str, str]]:
     place = f"in the folder {nodes.folder}"
-    if not nodes.folder:
+    if nodes.exchange:
+        place = f"where node 0 says by {nodes.exchange}"
+    elif not nodes.folder:
         low, high = nodes.ports[0], nodes.ports[-1]
         place = (
             f"at {nodes.host}, port {low}"
@@ -784,10 +807,21 @@ def _describe_nodes(plan: Plan, nodes: Nodes, port: str) -> list[tuple[str, str]
     )
     return [
         ("nodes", f"{nodes.count}, which find each other {place}; {this}"),
-        ("secret", nodes.secret_file or "none: the job cannot start without one"),
+        ("secret", nodes.secret_file or _other_secret(plan, nodes)),
         ("meet at", f"an address of node 0 that all nodes reach, {port}"),
         ("lost", f"a node without a sign of life for {nodes.timeout:g} s"),
     ]
+
+
+def _other_secret(plan: Plan, nodes: Nodes) -> str:
+    """Return where the secret is looked for when no file was named."""
+    if nodes.exchange:
+        last = f"node 0 says it by {nodes.exchange}"
+    elif plan.cluster is not None:
+        last = "the key file of this user, which is made when there is none"
+    else:
+        last = "none: the job cannot start without one"
+    return f"{MOUNT} if that is there, else {last}"
 
 
 def _describe_logs(plan: Plan) -> Iterable[tuple[str, str]]:

@@ -295,9 +295,12 @@ def _unreadable(shown: str, why: str, help: tuple[tuple[str, str], ...] = ()) ->
     )
 
 
-def needed_secret(path: str, missing: str, why: str, command: str) -> bytes:
+def needed_secret(
+    path: str, missing: str, why: str, command: str, help: tuple[tuple[str, str], ...] = ()
+) -> bytes:
     """Read the secret that several machines share. `path` is "" when none was named: raises
-    UsageError `secret-missing` with this headline and reason, and `command` to name one with."""
+    UsageError `secret-missing` with this headline and reason, and `help`, or else `command` to name
+    one with."""
     if path:
         return secret_from_file(path)
     make = "(umask 077 && head -c 32 /dev/urandom | base64 > ~/rallypoint-secret)"
@@ -305,7 +308,8 @@ def needed_secret(path: str, missing: str, why: str, command: str) -> bytes:
         "secret-missing",
         missing,
         why=(why,),
-        help=(
+        help=help
+        or (
             ("make one, once, where all nodes can read it", make),
             ("and name it on every node", f"{command} --secret-file ~/rallypoint-secret"),
         ),

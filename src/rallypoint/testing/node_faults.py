@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from rallypoint.testing.cluster import Cluster
+    from rallypoint.testing.simulated_cluster import SimulatedCluster
     from rallypoint.testing.simulated_node import SimulatedNode
 
 TTL = 2.0
@@ -19,10 +19,10 @@ SIGN_EVERY = TTL / 3
 ORPHAN = 0.5
 """Seconds after the end of its connections in which a session is over."""
 
-Fault = Callable[["Cluster", "SimulatedNode"], None]
+Fault = Callable[["SimulatedCluster", "SimulatedNode"], None]
 
 
-def kill(cluster: Cluster, node: SimulatedNode) -> None:
+def kill(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Kill an agent; the lead's takes the lead with it. A scheduler may start a node again that has
     no place yet.
     """
@@ -43,13 +43,13 @@ def kill(cluster: Cluster, node: SimulatedNode) -> None:
         cluster.at(cluster.now + chance.uniform(0.1, 3.0), again.come)
 
 
-def freeze(cluster: Cluster, node: SimulatedNode) -> None:
+def freeze(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Stop all of a node's processes for a while."""
     until = _hold_up(cluster, node)
     node.frozen_until = max(node.frozen_until, until)
 
 
-def cut(cluster: Cluster, node: SimulatedNode) -> None:
+def cut(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Let no packet through for a while, to or from a node; the lead's own has no network between
     it and the lead.
     """
@@ -58,7 +58,7 @@ def cut(cluster: Cluster, node: SimulatedNode) -> None:
         node.cut_until = max(node.cut_until, until)
 
 
-def _hold_up(cluster: Cluster, node: SimulatedNode) -> float:
+def _hold_up(cluster: SimulatedCluster, node: SimulatedNode) -> float:
     """Return until when a node is held up: longer than its lease, or not."""
     chance, now = cluster.chance, cluster.now
     seconds = chance.choice((0.3, 1.0, 1.5, 3.0, 8.0))
@@ -78,17 +78,17 @@ def _hold_up(cluster: Cluster, node: SimulatedNode) -> float:
     return now + seconds
 
 
-def fail(cluster: Cluster, node: SimulatedNode) -> None:
+def fail(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Have a rank raise once it trains."""
     node.fails = True
 
 
-def leave_early(cluster: Cluster, node: SimulatedNode) -> None:
+def leave_early(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Have the ranks of a node exit with 0 before they have met the others."""
     node.leaves_early = True
 
 
-def interrupt(cluster: Cluster, node: SimulatedNode) -> None:
+def interrupt(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Press Ctrl-C on a node, perhaps twice."""
     node.fail("the launcher got SIGINT", signal="SIGINT")
     if cluster.chance.random() < 0.5:
@@ -97,19 +97,19 @@ def interrupt(cluster: Cluster, node: SimulatedNode) -> None:
         node.later(later, lambda _: node.fail(because, signal="SIGINT"))
 
 
-def terminate_all(cluster: Cluster, node: SimulatedNode) -> None:
+def terminate_all(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Stop the job as a batch system does: by a signal to every node."""
     for one in cluster.present():
         one.later(cluster.chance.uniform(0.0, 0.3), one.terminate)
 
 
-def one_more(cluster: Cluster, node: SimulatedNode) -> None:
+def one_more(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Have another node come, perhaps for a place that is taken."""
     rank = cluster.chance.choice((None, node.applicant.node_rank))
     cluster.intrude(replace(node.applicant, node_rank=rank))
 
 
-def another_job(cluster: Cluster, node: SimulatedNode) -> None:
+def another_job(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Have a node come that was started for another job."""
     if cluster.chance.random() < 0.5:
         cluster.intrude(replace(node.applicant, nnodes=99))
@@ -117,12 +117,12 @@ def another_job(cluster: Cluster, node: SimulatedNode) -> None:
         cluster.intrude(replace(node.applicant, digest="another"))
 
 
-def another_way(cluster: Cluster, node: SimulatedNode) -> None:
+def another_way(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Have a node come to the lead by another address than the others."""
     node.applicant = replace(node.applicant, reached="192.168.0.1")
 
 
-def absence(cluster: Cluster, node: SimulatedNode) -> None:
+def absence(cluster: SimulatedCluster, node: SimulatedNode) -> None:
     """Let a node never come."""
     if node.state == "away" and node is not cluster.nodes[0]:
         node.stay_away()

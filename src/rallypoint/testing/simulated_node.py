@@ -15,7 +15,7 @@ from rallypoint.launcher.nodes.messages import Applicant, NodeMessage, RankView
 from rallypoint.world import Seat
 
 if TYPE_CHECKING:
-    from rallypoint.testing.cluster import Cluster
+    from rallypoint.testing.simulated_cluster import SimulatedCluster
 
 SENTENCE_PATIENCE = 3.0
 """Seconds that a node waits for the sentence once it has given its evidence."""
@@ -26,7 +26,7 @@ GRACE = 5.0
 class SimulatedNode:
     """One node's agent and its ranks, as the lead hears of them."""
 
-    def __init__(self, cluster: Cluster, applicant: Applicant) -> None:
+    def __init__(self, cluster: SimulatedCluster, applicant: Applicant) -> None:
         self.cluster, self.applicant = cluster, applicant
         self.state = "away"  # absent, joining, running, judging, stopping, over, left
         self.ended = ""  # how it left

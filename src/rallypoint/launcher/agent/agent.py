@@ -57,17 +57,20 @@ LASTING = (
 HELPER_PATIENCE = 1.0
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, *, secret: bytes = b"", held: HeldPort | None = None) -> int:
     """Carry out a plan; return the exit status. Raises `EnvironmentProblem` or `UsageError` when
     nothing could be started.
+
+    Whoever has started the launchers of several nodes may give them the secret of the job, and
+    `held`, the listener of node 0 at the place that the plan names.
     """
     processes.open_standard_descriptors()
     if plan.nodes is not None:
-        return _run_with_others(plan, plan.nodes)
+        return _run_with_others(plan, plan.nodes, secret, held)
     with contextlib.ExitStack() as stack:
         # Before anything is started: a port or place that another job has is told at once, not
         # after the import of torch.
-        held, place = _held(plan), _taken(plan)
+        held, place = held or _held(plan), _taken(plan)
         if held is not None:
             stack.callback(held.release)
         if place is not None:
@@ -79,22 +82,33 @@ def run(plan: Plan) -> int:
             agent.close()
 
 
-def _run_with_others(plan: Plan, nodes: Nodes) -> int:
+def _run_with_others(plan: Plan, nodes: Nodes, secret: bytes, held: HeldPort | None) -> int:
     """Carry out this node's share of a job on several nodes."""
     from rallypoint.launcher.agent.other_nodes import StoppedWhileJoining
     from rallypoint.launcher.nodes import endpoint
 
-    secret = endpoint.job_secret(nodes)  # before anything is started
-    nodes = msgspec.structs.replace(nodes, local_addr=endpoint.own_address(nodes))
-    plan = msgspec.structs.replace(plan, nodes=nodes)
-    try:
-        agent = Agent(plan, secret=secret)
-    except StoppedWhileJoining as stopped:
-        return stopped.status
-    try:
-        return agent.run()
-    finally:
-        agent.close()
+    with contextlib.ExitStack() as stack:
+        # Before anything is started: what is wrong here is told at once.
+        nodes = msgspec.structs.replace(nodes, local_addr=endpoint.own_address(nodes))
+        if not secret:
+            file = endpoint.secret_file(nodes, plan.cluster, os.environ)
+            nodes = msgspec.structs.replace(nodes, secret_file=file)
+            if file or not nodes.exchange:
+                secret = endpoint.job_secret(nodes, plan.cluster)
+        if nodes.exchange and held is None:
+            nodes, new, held = endpoint.handed_over(nodes, plan.port_range, os.environ)
+            secret = secret or new
+        if held is not None:
+            stack.callback(held.release)
+        plan = msgspec.structs.replace(plan, nodes=nodes)
+        try:
+            agent = Agent(plan, held=held, secret=secret)
+        except StoppedWhileJoining as stopped:
+            return stopped.status
+        try:
+            return agent.run()
+        finally:
+            agent.close()
 
 
 def _held(plan: Plan) -> HeldPort | None:
@@ -136,7 +150,8 @@ class Agent:
         place: RendezvousFile | None = None,
         secret: bytes = b"",
     ) -> None:
-        """`held`: the first attempt's meeting point, if it was bound before. `place`: where the job
+        """`held`: the first attempt's meeting point, if it was bound before, or of a job on several
+        nodes the listener of the lead. `place`: where the job
         says on a shared file system where its ranks meet. `secret`: of a job on several nodes."""
         self.plan = plan
         self.others: OtherNodes | None = None
@@ -184,9 +199,9 @@ class Agent:
             self._signals.close()
             raise
 
-    def _join(self, clock: Clock) -> Seat:
+    def _join(self, clock: Clock, held: HeldPort | None) -> Seat:
         """Return this node's seat. On several nodes all must have come: the template imports
-        meanwhile.
+        meanwhile. `held`: where this node was announced as the lead.
         """
         from rallypoint.launcher.agent.console import say_directly
         from rallypoint.launcher.agent.other_nodes import OtherNodes
@@ -198,7 +213,7 @@ class Agent:
         if not self.plan.quiet:  # now: the others may come in minutes
             for note in self.plan.notes:
                 say_directly(f"rallypoint: {note}")
-        self.others = OtherNodes(self.plan, self._secret, clock)
+        self.others = OtherNodes(self.plan, self._secret, clock, held)
         seated = self.others.join(self._signals, template.pidfd)
         if seated is None:  # the template has ended: the loop tells why, without the others
             self.others.close()
@@ -232,9 +247,9 @@ class Agent:
         if self.plan.torch:
             # torch would try for a minute, with a thousand lines
             ports.check_loopback(self.plan.master_addr)
-        seat = self._join(clock)
-        if self.others is not None:
-            held = self.others.held(seat.attempt)
+        seat = self._join(clock, held)
+        if self.plan.nodes is not None:
+            held = self.others.held(seat.attempt) if self.others is not None else None
         plan = self.plan
         folder, writer = open_folder(plan), DiskWriter()
         outputs = request.outputs if request is not None else (1, 2)

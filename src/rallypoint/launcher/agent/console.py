@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rallypoint.diagnosis import catalogue, classify, render, rendezvous_mismatch
 from rallypoint.diagnosis.evidence import Meeting, Raised
@@ -356,19 +356,14 @@ def keeps_copy(plan: Plan) -> bool:
     return any(plan.logs.tee) or plan.run_dir_asked or plan.task is not None
 
 
-# Variables that srun and mpirun set in each process that they start.
-_OF_STEPS = ("SLURM_STEP_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-
-
-def shares_screen(environ: Mapping[str, str], errors_fd: int = 2) -> bool:
-    """Return whether the agents of all nodes write on one screen: srun and mpirun carry there what
-    their processes write. A file of this node's own is no screen.
+def shares_screen(errors_fd: int = 2) -> bool:
+    """Return whether what is written on stderr leaves this node, where a cluster carries the words
+    of all nodes to one screen: a file of this node's own is no screen.
     """
     try:
-        own = stat.S_ISREG(os.fstat(errors_fd).st_mode)
+        return not stat.S_ISREG(os.fstat(errors_fd).st_mode)
     except OSError:
-        own = True  # closed: nobody sees it
-    return not own and any(name in environ for name in _OF_STEPS)
+        return False  # closed: nobody sees it
 
 
 def say_directly(text: str) -> None:

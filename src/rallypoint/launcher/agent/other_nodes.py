@@ -106,8 +106,12 @@ class OtherNodes:
 
     _job: Job  # from `begin` on
 
-    def __init__(self, plan: Plan, secret: bytes, clock: Clock) -> None:
-        """Begin to look for the lead. Threads start here: every helper process must run by now."""
+    def __init__(
+        self, plan: Plan, secret: bytes, clock: Clock, held: HeldPort | None = None
+    ) -> None:
+        """Begin to look for the lead. Threads start here: every helper process must run by now.
+        `held`: the listener of this node, which leads then.
+        """
         nodes = plan.nodes
         assert nodes is not None
         self._plan = plan
@@ -143,6 +147,7 @@ class OtherNodes:
             _applicant(plan, nodes),
             functools.partial(judge, plan),
             clock,
+            held,
         )
 
     # --- joining
@@ -296,7 +301,9 @@ class OtherNodes:
 
     def _shares_screen(self) -> bool:
         """Return whether node 0 shows everything on the screen that this node has, too."""
-        return self._job.seat.node > 0 and shares_screen(os.environ)
+        cluster = self._plan.cluster
+        one_screen = cluster is not None and cluster.one_screen
+        return one_screen and self._job.seat.node > 0 and shares_screen()
 
     # --- telling
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from rallypoint.clusters import secret_source
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import addresses, ports, probe, resolver
 from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import rendezvous_file
 from rallypoint.launcher.plan import Nodes
 from rallypoint.launcher.rendezvous_file import RendezvousFile
-from rallypoint.store.discovery import needed_secret
+from rallypoint.store.discovery import needed_secret, new_secret
+
+if TYPE_CHECKING:
+    from rallypoint.clusters.cluster import Cluster
 
 RESOLVE_TIMEOUT = 2.0
 """Seconds for the name of the endpoint. One that gives no answer by then is asked again."""
@@ -19,18 +28,61 @@ RESOLVE_TIMEOUT = 2.0
 _LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 
-def job_secret(nodes: Nodes) -> bytes:
+def secret_file(nodes: Nodes, cluster: Cluster | None, environ: Mapping[str, str]) -> str:
+    """Return the file with the secret of the job, "" without one: the one that was named, else a
+    mounted one, else under a cluster that hands no secret over the key file of the user.
+    """
+    found = nodes.secret_file or secret_source.mounted()
+    if found or nodes.exchange or cluster is None:
+        return found
+    return secret_source.user_key(environ)
+
+
+def job_secret(nodes: Nodes, cluster: Cluster | None = None) -> bytes:
     """Return the secret of the job. It never travels: each purpose has one that is derived from it.
 
-    Raises UsageError `secret-missing` when no file was named, and what `secret_from_file` raises
-    for a file that is no good.
+    Raises UsageError `secret-missing` when there is no file, and what `secret_from_file` raises for
+    a file that is no good.
     """
     return needed_secret(
         nodes.secret_file,
         f"a job on {nodes.count} nodes needs a secret that all of them have, and none was named",
         "whoever can reach the lead's port could join the job without one",
         "rallypoint run ...",
+        cluster.secret_help if cluster is not None else (),
     )
+
+
+def handed_over(
+    nodes: Nodes, port_range: tuple[int, int] | None, environ: Mapping[str, str]
+) -> tuple[Nodes, bytes, HeldPort | None]:
+    """Have node 0 tell all nodes where it listens, and a secret, by the means of the cluster.
+
+    Returns the nodes with that place, the secret, and on node 0 the listener. The module that
+    `nodes.exchange` names has `share(environ, text)`: it returns what node 0 has given to it, on
+    every node; the others give "".
+    """
+    held, offer = None, ""
+    if nodes.rank == 0:
+        held = ports.hold_port(0, "0.0.0.0", port_range)
+        offer = f"{new_secret().hex()} {held.port} {','.join(_own_addresses())}"
+    try:
+        share = importlib.import_module(f"rallypoint.clusters.{nodes.exchange}").share
+        secret, port, addresses = share(environ, offer).split()
+    except BaseException:
+        if held is not None:
+            held.release()
+        raise
+    lead = tuple(addresses.split(","))
+    met = msgspec.structs.replace(nodes, lead=lead, host=lead[0], ports=(int(port),))
+    return met, bytes.fromhex(secret), held
+
+
+def _own_addresses() -> list[str]:
+    """Return numeric addresses by which this node may be reached, loopback at the end: agents of
+    one machine have nothing else where it has no network."""
+    found = addresses.look(RESOLVE_TIMEOUT).reachable()
+    return [*(address.ip for _, address in found), "127.0.0.1"]
 
 
 def job_name(nodes: Nodes) -> str:
@@ -69,14 +121,18 @@ class Claim:
             self._file = None
 
 
-def claim(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | None:
+def claim(
+    nodes: Nodes, port_range: tuple[int, int] | None, held: HeldPort | None = None
+) -> Claim | None:
     """Bind the endpoint when this node leads; None when another one does, or when that cannot be
     known yet because the endpoint's name has no address so far.
 
     With a given place node 0 leads. Without one the node leads that can bind the endpoint: names
-    are not compared, because a host may have many. Raises EnvironmentProblem when node 0 cannot
-    bind it.
+    are not compared, because a host may have many. `held`: the listener that this node has
+    announced already. Raises EnvironmentProblem when node 0 cannot bind the endpoint.
     """
+    if held is not None:
+        return Claim(held)
     if nodes.is_host is False or (nodes.rank or 0) > 0:
         return None
     if nodes.folder:
@@ -106,8 +162,7 @@ def _claim_folder(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | N
     held = None
     try:
         held = ports.hold_port(0, "0.0.0.0", port_range)
-        own = [address.ip for _, address in addresses.look(RESOLVE_TIMEOUT).reachable()]
-        places = (probe.address_of(ip, held.port) for ip in (*own, "127.0.0.1"))
+        places = (probe.address_of(ip, held.port) for ip in _own_addresses())
         file.publish(0, ",".join(places))
     except BaseException:
         if held is not None:
@@ -138,6 +193,8 @@ def _listening_address(host: str, must: bool) -> str:
 
 def places(nodes: Nodes) -> list[tuple[str, int]]:
     """Return where the lead may be, to be tried together; [] when the shared disk does not say yet."""
+    if nodes.lead:
+        return [(ip, nodes.ports[0]) for ip in nodes.lead]
     if not nodes.folder:
         return [(nodes.host, port) for port in nodes.ports]
     found = []

@@ -17,6 +17,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable
 from rallypoint.host.interfaces import interfaces
+from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
 from rallypoint.launcher.nodes import endpoint, messages
 from rallypoint.launcher.nodes.judgement import FailedAttempt
@@ -88,9 +89,11 @@ class Membership:
         applicant: Applicant,
         judge: Callable[[FailedAttempt], Sentence],
         clock: Clock,
+        held: HeldPort | None = None,
     ) -> None:
         """`applicant`: this node, as far as it is known before the lead is reached. `settings` and
-        `judge` are for the lead, when this node is to lead.
+        `judge` are for the lead, when this node is to lead; `held` is where it was announced as
+        the lead.
         """
         self.lead: LeadRunner | None = None  # when this node leads
         # Seconds to add to a time of this agent's clock for the lead's, and how wrong that may be.
@@ -99,6 +102,7 @@ class Membership:
         self.lead_address = ("", 0)
         self._nodes = nodes
         self._settings = settings
+        self._held = held
         self._applicant = applicant
         self._own_address = ""  # from which this node reaches the lead
         self._judge = judge
@@ -242,7 +246,7 @@ class Membership:
 
     def _places(self) -> list[tuple[str, int]]:
         if self.lead is None:
-            claimed = endpoint.claim(self._nodes, self._settings.port_range)
+            claimed = endpoint.claim(self._nodes, self._settings.port_range, self._held)
             if claimed is not None:
                 self.lead = LeadRunner(
                     claimed,
@@ -313,7 +317,7 @@ def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
     if error.code == "wrong-secret":
         return EnvironmentProblem(
             "wrong-secret",
-            f"the lead of the job has another secret than {nodes.secret_file} of this node",
+            f"the lead of the job has another secret than {nodes.secret_file or 'the one'} of this node",
             why=(error.headline,),
             help=(("copy node 0's file to this node", ""),),
         )

@@ -10,20 +10,20 @@ from msgspec.structs import replace
 
 from rallypoint.launcher.nodes.joining import Form, Joining
 from rallypoint.launcher.nodes.lead import Diagnose, DismissAll, JudgeAll, Lead, Lost, SentenceAll
-from rallypoint.testing.cluster import Cluster
+from rallypoint.testing.simulated_cluster import SimulatedCluster
 
 SEEDS = 300
 
 
 def test_every_job_ends_for_every_node_whatever_happens() -> None:
-    wrong = {seed: found for seed in range(SEEDS) if (found := Cluster(seed).run())}
+    wrong = {seed: found for seed in range(SEEDS) if (found := SimulatedCluster(seed).run())}
     assert wrong == {}
 
 
 def test_the_seeds_hold_what_they_are_to_show() -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        cluster = Cluster(seed)
+        cluster = SimulatedCluster(seed)
         cluster.run()
         counts += cluster.counts
     seen = {
@@ -35,13 +35,13 @@ def test_the_seeds_hold_what_they_are_to_show() -> None:
 
 
 def test_a_job_without_faults_ends_well_on_all_nodes() -> None:
-    cluster = Cluster(1, nodes=50, faults=0)
+    cluster = SimulatedCluster(1, nodes=50, faults=0)
     assert cluster.run() == []
     assert {(node.ended, node.status) for node in cluster.nodes} == {("dismissed", 0)}
 
 
 def test_messages_grow_with_the_nodes_and_no_faster() -> None:
-    cluster = Cluster(2, nodes=200, faults=0)
+    cluster = SimulatedCluster(2, nodes=200, faults=0)
     cluster.max_restarts = 0
     cluster.nodes[7].fails = True
     assert cluster.run() == []
@@ -114,5 +114,5 @@ class NeverDiagnoses(Lead):
     ],
 )
 def test_a_core_that_is_wrong_is_found(cores: dict[str, Any], said: str) -> None:
-    found = [one for seed in range(100) for one in Cluster(seed, **cores).run()]
+    found = [one for seed in range(100) for one in SimulatedCluster(seed, **cores).run()]
     assert any(said in one for one in found)

@@ -37,7 +37,7 @@ LONGEST = 1_000.0
 _VERSIONS = Versions("0.1.0", "2.13.0", "3.11.7")
 
 
-class Cluster:
+class SimulatedCluster:
     """A job on several nodes, from the first that comes to the last that leaves."""
 
     def __init__(

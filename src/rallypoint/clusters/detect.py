@@ -1,0 +1,61 @@
+"""Cluster that has started this process, if any: found by the variables that it sets."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rallypoint.clusters.cluster import Cluster, Files
+
+MARKS = (("slurm", ("SLURM_JOB_ID",)),)
+"""Modules of clusters, the innermost first, and variables of which each sets one at least."""
+
+
+class ThisMachine:
+    """The `Files` of the machine that this process runs on."""
+
+    def text(self, path: str) -> str:
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read()
+        except OSError:
+            return ""
+
+    def is_open(self, fd: int) -> bool:
+        try:
+            os.fstat(fd)
+        except OSError:
+            return False
+        return True
+
+    def host(self) -> str:
+        return os.uname().nodename
+
+
+def detect(environ: Mapping[str, str], files: Files | None = None) -> Cluster | None:
+    """Return the innermost cluster that has started this process, None for none.
+
+    A module is loaded only when one of its variables is there. A process of a job of ours has been
+    given its place by that job: what the cluster told the job's launcher is not its own.
+    """
+    marked = [module for module, names in MARKS if any(name in environ for name in names)]
+    if not marked or "RALLYPOINT_JOB" in environ:
+        return None
+    import msgspec
+
+    files = files or ThisMachine()
+    found: Cluster | None = None
+    for module in marked:
+        look = importlib.import_module(f"rallypoint.clusters.{module}").look
+        cluster: Cluster | None = look(environ, files)
+        if cluster is None:
+            continue
+        if found is None:
+            found = cluster
+        elif cluster.nodes != 1 or cluster.unclear:
+            outer = f"inside {cluster.name}: {found.name} has started this process, and is asked"
+            return msgspec.structs.replace(found, because=(*found.because, outer))
+    return found

@@ -1,0 +1,115 @@
+"""Clusters: what they tell a launcher without flags, and what flags change of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from rallypoint.cli import args, run_options
+from rallypoint.clusters.cluster import Cluster, Unclear
+from rallypoint.clusters.detect import detect
+from rallypoint.errors import UsageError
+from rallypoint.launcher.plan import Options
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu[01-02]",
+    "SLURM_NODEID": "1",
+}
+"""Variables of a step that has one task on each of two nodes."""
+
+
+def asked(line: str, cluster: Cluster | None, environ: Mapping[str, str] = {}) -> Options:
+    return run_options.read(args.take_apart(f"{line} train.py".split(), environ), lambda: cluster)
+
+
+def refused(line: str, cluster: Cluster | None) -> UsageError:
+    with pytest.raises(UsageError) as refusal:
+        asked(line, cluster)
+    return refusal.value
+
+
+TWO = Cluster(name="Two", nodes=2, node=1, slots=4, host="node0", ports=(20000, 20001), job="7.0")
+
+
+def test_outside_of_clusters_nothing_is_found() -> None:
+    assert detect({"PATH": "/bin", "RANK": "1"}) is None
+
+
+def test_a_process_of_a_job_of_ours_has_its_place_from_that_job() -> None:
+    """A rank that srun's launcher has started inherits srun's variables, and may start a job."""
+    assert detect(STEP) is not None
+    assert detect({**STEP, "RALLYPOINT_JOB": "a1"}) is None
+
+
+def test_a_cluster_fills_in_what_was_not_given() -> None:
+    wanted = asked("", TWO)
+    nodes = wanted.nodes
+    assert nodes is not None
+    assert (nodes.count, nodes.rank, nodes.host, nodes.ports) == (2, 1, "node0", (20000, 20001))
+    assert (wanted.nproc, nodes.job, wanted.run_id) == (4, "7.0", "7.0")
+    assert (wanted.master_port, wanted.notes) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("-n 2", 1),
+        ("-n 4", 0),  # what the cluster says, too
+        ("--nnodes 3", 1),
+        ("--node-rank 0", 1),
+        ("--rdzv-backend c10d --rdzv-endpoint other:1", 1),
+        ("--master-addr other --node-rank 1", 1),
+        ("--rdzv-id mine", 0),
+    ],
+)
+def test_flags_win_each_with_a_line(line: str, notes: int) -> None:
+    wanted = asked(line, TWO)
+    assert len(wanted.notes) == notes
+    assert wanted.nodes is not None
+
+
+def test_a_place_that_was_given_decides_who_leads() -> None:
+    wanted = asked("--rdzv-backend c10d --rdzv-endpoint other:1", TWO)
+    assert wanted.nodes is not None
+    assert (wanted.nodes.rank, wanted.nodes.host, wanted.nodes.ports) == (None, "other", (1,))
+
+
+@pytest.mark.parametrize("line", ["--nnodes 1", "--standalone"])
+def test_a_job_on_one_node_asks_no_cluster(line: str) -> None:
+    def fails() -> Cluster:
+        raise AssertionError
+
+    wanted = run_options.read(args.take_apart(f"{line} train.py".split(), {}), fails)
+    assert (wanted.nodes, wanted.cluster, wanted.nproc) == (None, None, None)
+
+
+def test_a_master_port_is_where_the_ranks_meet() -> None:
+    wanted = asked("--master-port 30000", TWO)
+    assert wanted.nodes is not None
+    assert (wanted.master_port, wanted.nodes.host) == (30000, "node0")
+
+
+def test_a_gap_is_refused_unless_flags_fill_it() -> None:
+    gap = Unclear(("nnodes",), "COUNT is not set")
+    cluster = Cluster(name="Gap", node=1, host="node0", unclear=(gap,))
+    error = refused("", cluster)
+    assert (error.code, error.headline) == ("cluster-unclear", "COUNT is not set")
+    wanted = asked("--nnodes 2", cluster)
+    assert wanted.nodes is not None
+    assert (wanted.nodes.count, wanted.nodes.rank) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "cluster"),
+    [
+        ("", Cluster(name="No place", nodes=2, node=1)),
+        ("--nnodes 2", Cluster(name="Fewer", nodes=4, node=3, host="node0")),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(line: str, cluster: Cluster) -> None:
+    assert refused(line, cluster).code == "cluster-unclear"
