@@ -144,6 +144,25 @@ if attempt == "0":
         assert sorted(counts) == ["0", "0", "1", "1"]
 
 
+def test_restarts_are_counted_once_for_the_job(jobs: Jobs) -> None:
+    """Not by each agent on its own (pytorch #147064)."""
+    program = (
+        TOGETHER
+        + """
+if os.environ["RANK"] == str(2 * int(attempt)): sys.exit(3)
+time.sleep(600)
+"""
+    )
+    each = jobs.start_all(
+        program.replace("FOLDER", str(jobs.folder)), "--max-restarts", "1", ranks=RANKS
+    )
+    assert each[0].wait() == 3, each[0].output()
+    assert {one.wait() for one in each} == {3}
+    for one in each:
+        counts = [each["TORCHELASTIC_RESTART_COUNT"] for each in told([one])]
+        assert sorted(counts) == ["0", "0", "1", "1"]
+
+
 @pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_one_launcher_stops_all(jobs: Jobs, number: int, how: signal.Signals) -> None:

@@ -56,6 +56,13 @@ def test_a_secret_that_is_made_here_stays_whole(monkeypatch: pytest.MonkeyPatch)
 # --- in a rank
 
 
+def test_a_secret_of_one_purpose_stays_whole() -> None:
+    """A server strips line breaks from its secret: one that ended with one let in no node."""
+    made = {discovery.derived(b"%032d" % number, "coordination") for number in range(2000)}
+    assert len(made) == 2000
+    assert {discovery.checked_secret(secret) for secret in made} == made
+
+
 def test_a_rank_has_the_job_s_store(secret_fd: int) -> None:
     discovery.enter(ADDRESS, secret_fd, "job7", 3)
     found = discovery.current()

@@ -317,8 +317,10 @@ def needed_secret(
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """Return the secret of one purpose: HMAC-SHA256 under the one that a file has."""
-    return hmac.digest(secret, purpose.encode(), "sha256")
+    """Return the secret of one purpose: HMAC-SHA256 under the one that a file has. In digits, which
+    `checked_secret` leaves as they are: of random bytes one in 128 has a line break at its end.
+    """
+    return hmac.digest(secret, purpose.encode(), "sha256").hex().encode()
 
 
 def new_secret() -> bytes:
