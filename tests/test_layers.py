@@ -66,7 +66,7 @@ PURE = (
     "launcher/agent/supervisor.py", "launcher/exits.py", "launcher/restarts.py",
     "launcher/nodes/messages.py", "launcher/nodes/joining.py", "launcher/nodes/refusals.py",
     "launcher/nodes/all_ranks.py", "launcher/nodes/all_standings.py", "launcher/nodes/lead.py",
-    "clusters/cluster.py", "clusters/slurm.py",
+    "clusters/cluster.py", "clusters/slurm.py", "clusters/kubernetes.py",
 )  # fmt: skip
 IMPURE = {
     "asyncio",

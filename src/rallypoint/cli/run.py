@@ -11,10 +11,12 @@ from rallypoint.cli import args, commands, precheck, run_options
 from rallypoint.cli.hints import retyped
 from rallypoint.cli.output import rendered, write_err, write_out
 from rallypoint.clusters.detect import detect
-from rallypoint.errors import UsageError
+from rallypoint.errors import RallypointError, UsageError
+from rallypoint.host import termination_log
 from rallypoint.launcher import torch_version
 
 if TYPE_CHECKING:
+    from rallypoint.cli.args import CommandLine
     from rallypoint.launcher.plan import Machine, Options, Plan
 
 RESOLVE_TIMEOUT = 2.0
@@ -25,14 +27,18 @@ machine's.
 
 def main(argv: list[str]) -> int:
     """Run `rallypoint run`; return the exit status."""
-    return args.invoke(
-        commands.RUN,
-        argv,
-        lambda line: start(
-            run_options.read(line, lambda: detect(os.environ)), os.environ, line.typed
-        ),
-        os.environ,
-    )
+
+    def act(line: CommandLine) -> int:
+        try:
+            wanted = run_options.read(line, lambda: detect(os.environ))
+            return start(wanted, os.environ, line.typed)
+        except RallypointError as error:
+            from rallypoint.diagnosis import render
+
+            termination_log.write(render.first_line(render.report_of(error)), os.environ)
+            raise
+
+    return args.invoke(commands.RUN, argv, act, os.environ)
 
 
 def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()) -> int:
@@ -53,7 +59,10 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         help = (*error.help, ("for a program that needs no torch, start new interpreters", again))
         raise UsageError(error.code, error.headline, why=error.why, help=help) from None
     if trouble := precheck.look_at(made.program, environ, typed):
+        from rallypoint.diagnosis import render
+
         write_err(rendered(trouble, wanted.error_format, sys.stderr))
+        termination_log.write(render.first_line(trouble), environ)
         return trouble.exit_status
     folder = made.rendezvous if made.nodes is None else made.nodes.folder
     if folder:

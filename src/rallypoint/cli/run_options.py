@@ -123,7 +123,12 @@ def _fill_in(
             "cluster-unclear",
             f"this is node {cluster.node} for {cluster.name}, and the job has {values['nnodes']}, counted from 0",
             why=cluster.because,
-            help=(("start as many as the job has", f"--nnodes {cluster.nodes}"),),
+            help=(
+                (
+                    "start as many as the job has",
+                    f"--nnodes {cluster.nodes or values['node_rank'] + 1}",
+                ),
+            ),
         )
     return lines
 
@@ -334,7 +339,11 @@ def _meeting_point(
         return host, port, ignored("--rdzv-endpoint")
     if backend == "c10d":
         return "", 0, ignored("--rdzv-backend c10d")
-    return values["master_addr"], values["master_port"] or 0, []
+    address = values["master_addr"]
+    if "nnodes" in given and address and not given["master_addr"][-1].typed:
+        # Kubeflow Trainer sets the name of node 0 for a job of one node, too; it resolves late.
+        address = ""
+    return address, values["master_port"] or 0, []
 
 
 def _place(values: Mapping[str, Any]) -> str:

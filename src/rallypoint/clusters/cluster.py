@@ -48,6 +48,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     # Module of this package whose `share` hands the place and a secret from node 0 to all.
     exchange: str = ""
     secret: str = ""  # file with the secret; "": none that this cluster names
+    own_homes: bool = False  # each node has a home folder of its own: no key file is shared there
     job: str = ""  # the cluster's id of the job, and of its step and restart
     one_screen: bool = False  # what the launchers of all nodes write comes to one screen
     ends: float | None = None  # time at which the cluster ends the job

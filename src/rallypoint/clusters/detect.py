@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rallypoint.clusters.cluster import Cluster, Files
 
-MARKS = (("slurm", ("SLURM_JOB_ID",)),)
+MARKS = (("slurm", ("SLURM_JOB_ID",)), ("kubernetes", ("KUBERNETES_SERVICE_HOST",)))
 """Modules of clusters, the innermost first, and variables of which each sets one at least."""
 
 

@@ -98,6 +98,11 @@ def json(reports: Report | Sequence[Report]) -> str:
     return msgspec.json.encode({"exit_status": status, "reports": listed}).decode()
 
 
+def first_line(report: Report) -> str:
+    """Return the line that stands for a whole report where there is room for one."""
+    return _headline(cleaned(report), color=False)
+
+
 def own_part(
     report: Report, node: int, host: str, ranks: Iterable[int], after: float | None = None
 ) -> str:

@@ -817,7 +817,7 @@ def _other_secret(plan: Plan, nodes: Nodes) -> str:
     """Return where the secret is looked for when no file was named."""
     if nodes.exchange:
         last = f"node 0 says it by {nodes.exchange}"
-    elif plan.cluster is not None:
+    elif plan.cluster is not None and not plan.cluster.own_homes:
         last = "the key file of this user, which is made when there is none"
     else:
         last = "none: the job cannot start without one"

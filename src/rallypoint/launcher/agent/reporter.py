@@ -17,6 +17,7 @@ from rallypoint.diagnosis.evidence import JobEvidence, NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.errors import RallypointError
+from rallypoint.host import termination_log
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
 from rallypoint.launcher.agent.evidence_gatherer import ERROR_FILES_TIMEOUT
@@ -270,6 +271,8 @@ class Reporter:
         """
         if status:
             self._hand_on_error(status)
+            if self._reports and self._plan.task is None:  # else the process goes on
+                termination_log.write(render.first_line(self._reports[0]), os.environ)
         self.event("job-ended", status=status)
         self._console.close(interrupted=interrupted)
         self._writer.submit(self._events.close)
