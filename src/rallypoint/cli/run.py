@@ -69,6 +69,8 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         from rallypoint.launcher import rendezvous_file
 
         rendezvous_file.wait_for_disk(folder)
+        if made.nodes is not None and made.nodes.folder_once:
+            os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
         rendezvous_file.look(folder)
     memory = _memory(made, environ)
     made = plan.with_parts(

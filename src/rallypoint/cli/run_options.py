@@ -111,7 +111,7 @@ def _fill_in(
     if placed and values["nnodes"] > 1 and cluster.host:
         one = next(given[key][-1] for key in _PLACE if key in given)
         lines.append(f"{one} wins over {cluster.name}, which says that node 0 is {cluster.host}")
-    if values["nnodes"] > 1 and not (placed or cluster.host or cluster.exchange):
+    if values["nnodes"] > 1 and not (placed or cluster.host or cluster.exchange or cluster.folder):
         raise UsageError(
             "cluster-unclear",
             f"{cluster.name} does not say where node 0 of the job is",
@@ -272,7 +272,8 @@ def _nodes(
         rank=rank,
         host=host or "127.0.0.1",
         ports=ports,
-        folder=_place(values),
+        folder=by_cluster.folder if by_cluster is not None else _place(values),
+        folder_once=bool(by_cluster and by_cluster.folder),
         local_addr=values["local_addr"],
         job=values["rdzv_id"],
         secret_file=values["secret_file"] or (cluster.secret if cluster is not None else ""),

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rallypoint.clusters.cluster import Cluster, Files
 
-MARKS = (("slurm", ("SLURM_JOB_ID",)), ("kubernetes", ("KUBERNETES_SERVICE_HOST",)))
+MARKS = (
+    ("mpi", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK")),
+    ("slurm", ("SLURM_JOB_ID",)),
+    ("kubernetes", ("KUBERNETES_SERVICE_HOST",)),
+)
 """Modules of clusters, the innermost first, and variables of which each sets one at least."""
 
 

@@ -90,6 +90,7 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str = ""  # module of clusters/ that hands the lead's place to all nodes instead
     lead: tuple[str, ...] = ()  # addresses of the lead, once it was handed over
     folder: str = ""  # on a shared disk, where the lead writes its addresses instead
+    folder_once: bool = False  # no other job has that folder
     local_addr: str = ""  # address of this node from which it connects; "": the kernel's choice
     job: str = ""  # --rdzv-id: nodes of another job are refused
     secret_file: str = ""

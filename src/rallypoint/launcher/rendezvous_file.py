@@ -115,12 +115,19 @@ class RendezvousFile:
         except TimeoutError:
             raise _silent(self._folder, DISK_TIMEOUT) from None
 
-    def give_back(self) -> None:
-        """Mark the job as ended. May be called twice; raises nothing, and takes `GIVE_BACK_TIMEOUT`
-        seconds at most: without the mark the next job finds this one's process gone."""
+    def give_back(self, *, remove: bool = False) -> None:
+        """Mark the job as ended, or remove the place. May be called twice; raises nothing, and takes
+        `GIVE_BACK_TIMEOUT` seconds at most: without the mark the next job finds this one's process
+        gone."""
         record = msgspec.structs.replace(self._record, address="", ended=True)
+        do = self._remove if remove else lambda: self._change(record)
         with contextlib.suppress(EnvironmentProblem, TimeoutError):
-            self._writer.ask(lambda: self._change(record), GIVE_BACK_TIMEOUT)
+            self._writer.ask(do, GIVE_BACK_TIMEOUT)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # another's file is in it, or it has gone
+            os.unlink(self.path)
+            os.rmdir(self._folder)
 
     def _change(self, record: Record) -> None:
         try:

@@ -60,8 +60,8 @@ def handed_over(
     """Have node 0 tell all nodes where it listens, and a secret, by the means of the cluster.
 
     Returns the nodes with that place, the secret, and on node 0 the listener. The module that
-    `nodes.exchange` names has `share(environ, text)`: it returns what node 0 has given to it, on
-    every node; the others give "".
+    `nodes.exchange` names has `share(environ, text, timeout)`: it returns what node 0 has given to
+    it, on every node; the others give "".
     """
     held, offer = None, ""
     if nodes.rank == 0:
@@ -69,7 +69,7 @@ def handed_over(
         offer = f"{new_secret().hex()} {held.port} {','.join(_own_addresses())}"
     try:
         share = importlib.import_module(f"rallypoint.clusters.{nodes.exchange}").share
-        secret, port, addresses = share(environ, offer).split()
+        secret, port, addresses = share(environ, offer, nodes.join_timeout).split()
     except BaseException:
         if held is not None:
             held.release()
@@ -110,15 +110,19 @@ class Claim:
     disk if there is one.
     """
 
-    def __init__(self, held: HeldPort, file: RendezvousFile | None = None) -> None:
+    def __init__(
+        self, held: HeldPort, file: RendezvousFile | None = None, *, remove: bool = False
+    ) -> None:
+        """`remove`: no other job has this place on the disk, and it goes with this one."""
         self.held = held
         self._file = file
+        self._remove = remove
 
     def release(self) -> None:
         """Give both back. May be called twice."""
         self.held.release()
         if self._file is not None:
-            self._file.give_back()
+            self._file.give_back(remove=self._remove)
             self._file = None
 
 
@@ -170,7 +174,7 @@ def _claim_folder(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | N
             held.release()
         file.give_back()
         raise
-    return Claim(held, file)
+    return Claim(held, file, remove=nodes.folder_once)
 
 
 def _listening_address(host: str, must: bool) -> str:
