@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,10 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     from rallypoint.launcher import plan
     from rallypoint.record import preload_history
 
+    exchange = wanted.nodes.exchange if wanted.nodes is not None else ""  # "": flags say the place
+    if exchange and wanted.cluster is not None and wanted.cluster.starts and not wanted.dry_run:
+        module = importlib.import_module(f"rallypoint.clusters.{exchange}")
+        return int(module.start(environ))
     try:
         here = this_machine(wanted, environ)
         made = plan.make(wanted, environ, here)

@@ -47,6 +47,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[int, ...] = ()  # candidates, in this order; (): those behind torchrun's 29500
     # Module of this package whose `share` hands the place and a secret from node 0 to all.
     exchange: str = ""
+    starts: bool = False  # no node: the `start` of `exchange` runs this command on all nodes
     folder: str = ""  # on a shared home, where node 0 writes its place instead
     secret: str = ""  # file with the secret; "": none that this cluster names
     own_homes: bool = False  # each node has a home folder of its own: no key file is shared there

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MARKS = (
     ("mpi", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK")),
-    ("slurm", ("SLURM_JOB_ID",)),
+    ("slurm", ("SLURM_JOB_ID", "SLURM_JOBID")),
     ("kubernetes", ("KUBERNETES_SERVICE_HOST",)),
 )
 """Modules of clusters, the innermost first, and variables of which each sets one at least."""

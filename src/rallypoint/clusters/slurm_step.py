@@ -1,0 +1,201 @@
+"""Step of Slurm's that the launcher in a batch script starts on all nodes of the job.
+
+The launcher in the script is no node of its job: it starts srun, stops the step as it is stopped
+itself, and ends as srun does. Where node 0 listens, and the secret, travel from node 0 to the
+script's launcher by a Unix socket of this user, and from there to all nodes on srun's standard
+input, which is Slurm's own authenticated stream.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from rallypoint.clusters.slurm import OWN_STEP
+from rallypoint.errors import EnvironmentProblem
+from rallypoint.host import system_calls, unix_sockets
+from rallypoint.host.signals import SignalLog
+
+SRUN = (
+    "srun", "--quiet", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0", "--overlap",
+    "--cpu-bind=none", "--mpi=none", "--input=all", "--export=ALL",
+)  # fmt: skip
+"""One launcher on each node of the job, which has all that the job has there, and of which none is
+ended because another one has ended.
+"""
+
+ASKED_OF_TASKS = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK"),
+    *("SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION"),
+    "SLURM_STEP",
+)
+"""Beginnings of variables that are options of srun's too: of the job's tasks, and a launcher is
+none of these.
+"""
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+
+PATIENCE = 600.0
+"""Seconds within which node 0 must have said where it listens: as long as nodes wait for others."""
+
+TALK = 5.0
+"""Seconds for a command of Slurm's that asks its controller."""
+
+
+def command(environ: Mapping[str, str], name: str, launcher: Sequence[str]) -> list[str]:
+    """Return the command that starts `launcher` on all nodes of a job, in a step of this name."""
+    size = environ.get("SLURM_HET_SIZE", "")
+    all_parts = [f"--het-group=0-{int(size) - 1}"] if size.isdecimal() and int(size) > 1 else []
+    return [*SRUN, f"--job-name={name}", *all_parts, *launcher]
+
+
+def environment(environ: Mapping[str, str], path: str) -> dict[str, str]:
+    """Return the environment of the step: without what was asked for the job's tasks."""
+    kept = {name: text for name, text in environ.items() if not name.startswith(ASKED_OF_TASKS)}
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
+    return {**kept, OWN_STEP: f"{tasks or 1} {path}"}
+
+
+def start(environ: Mapping[str, str]) -> int:
+    """Run this same command as a step on all nodes; return its exit status.
+
+    Raises EnvironmentProblem `cluster-unclear` where srun cannot be started.
+    """
+    launcher = [sys.executable, *sys.orig_argv[1:]]
+    step = f"rallypoint-{secrets.token_hex(4)}"
+    listener, path = unix_sockets.private_socket("step")
+    signals = SignalLog((*STOPS, *NOTICES))
+    try:
+        srun = subprocess.Popen(
+            command(environ, step, launcher),
+            stdin=subprocess.PIPE,
+            env=environment(environ, path),
+            process_group=0,  # a signal for the group of this launcher would end srun at once
+        )
+        return _Step(environ, step, srun).run(listener, signals)
+    except OSError as error:
+        raise EnvironmentProblem(
+            "cluster-unclear",
+            f"srun cannot be started: {os.strerror(error.errno or 0)}",
+            why=("the launcher in a batch script of Slurm's starts one on each node with it",),
+            help=(("run on this node alone", "rallypoint run --nnodes 1 ..."),),
+        ) from error
+    finally:
+        signals.close()
+        listener.close()
+        unix_sockets.remove(path)
+
+
+class _Step:
+    """Step that runs, as the launcher in the batch script sees it."""
+
+    def __init__(
+        self, environ: Mapping[str, str], name: str, srun: subprocess.Popen[bytes]
+    ) -> None:
+        self._job = environ["SLURM_JOB_ID"]
+        self._name = name
+        self._srun = srun
+        self._asked = False
+
+    def run(self, listener: socket.socket, signals: SignalLog) -> int:
+        """Hand on what node 0 says, and signals, until srun has ended; return its exit status."""
+        ended = system_calls.pidfd_open(self._srun.pid)
+        waiting: list[int] = [ended, signals.fileno(), listener.fileno()]
+        try:
+            while True:
+                ready, _, _ = select.select(waiting, (), ())
+                for number in signals.read():
+                    self._hand_on(number)
+                if listener.fileno() in ready:
+                    waiting.remove(listener.fileno())
+                    self._tell_all(listener)
+                if ended in ready:
+                    status = self._srun.wait()
+                    return status if status >= 0 else 128 - status
+        finally:
+            os.close(ended)
+
+    def _tell_all(self, listener: socket.socket) -> None:
+        """Give all nodes what node 0 has said."""
+        node, _ = listener.accept()
+        with node, node.makefile("rb") as text, self._srun.stdin or text as stdin:
+            said = text.readline()
+            try:
+                stdin.write(said)
+            except BrokenPipeError:
+                pass  # srun has ended: that is told by its status
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        """Have the launchers of the step get a signal that this one got.
+
+        srun itself hands on what means nothing to it, and ends the step with SIGKILL for the rest.
+        Where Slurm is ending the job the launchers have had SIGTERM already: it refuses another.
+        """
+        if number in NOTICES:
+            self._srun.send_signal(number)
+        elif self._asked:
+            self._srun.send_signal(signal.SIGTERM)
+        else:
+            self._asked = True
+            steps = self._ask("squeue", "--noheader", f"--jobs={self._job}", "--steps",
+                              "--format=%i %j")  # fmt: skip
+            own = [line.split()[0] for line in steps if line.split()[1:] == [self._name]]
+            if own:
+                self._ask("scancel", f"--signal={number.name.removeprefix('SIG')}", *own)
+            elif self._srun.poll() is None:
+                self._srun.send_signal(signal.SIGTERM)
+
+    @staticmethod
+    def _ask(*argv: str) -> list[str]:
+        """Return the lines that a command of Slurm's prints; [] when it fails."""
+        try:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                text=True, timeout=TALK, check=False, process_group=0,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def share(environ: Mapping[str, str], text: str) -> str:
+    """Return what node 0 has said (`text` on node 0, "" elsewhere), as srun's standard input has it.
+
+    Raises EnvironmentProblem `cluster-unclear` when that ends without it.
+    """
+    path = environ[OWN_STEP].partition(" ")[2]
+    os.environ.pop(OWN_STEP, None)  # what a rank starts is no launcher of this step
+    if text:
+        try:
+            with socket.socket(socket.AF_UNIX) as script:
+                script.connect(path)
+                script.sendall(text.encode() + b"\n")
+        except OSError as error:
+            raise _unheard(
+                f"node 0 cannot reach it here: {os.strerror(error.errno or 0)}"
+            ) from error
+    said = b""
+    while not said.endswith(b"\n"):
+        if not select.select([0], (), (), PATIENCE)[0]:
+            raise _unheard(f"node 0 was not heard of for {PATIENCE:.0f} s")
+        more = os.read(0, 1)  # no more than the line: the rest is the program's
+        if not more:
+            raise _unheard("standard input ended before node 0 was heard of")
+        said += more
+    return said.decode().strip()
+
+
+def _unheard(why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        "cluster-unclear",
+        "the launcher in the batch script does not tell where node 0 is",
+        why=(why,),
+        help=(("let srun start one on each node", "srun --ntasks-per-node=1 rallypoint run ..."),),
+    )
