@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from rallypoint.cli import args, run_options
@@ -38,6 +41,20 @@ TWO = Cluster(name="Two", nodes=2, node=1, slots=4, host="node0", ports=(20000, 
 
 def test_outside_of_clusters_nothing_is_found() -> None:
     assert detect({"PATH": "/bin", "RANK": "1"}) is None
+
+
+def test_outside_of_clusters_no_module_of_one_is_loaded() -> None:
+    """Starts outside of clusters are the most, and a module costs each of them half a millisecond."""
+    program = """
+import sys
+from rallypoint.clusters.detect import MARKS, detect
+assert detect({"PATH": "/bin"}) is None
+print(*({f"rallypoint.clusters.{name}" for name, _ in MARKS} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
 
 
 def test_a_process_of_a_job_of_ours_has_its_place_from_that_job() -> None:
@@ -113,3 +130,19 @@ def test_a_gap_is_refused_unless_flags_fill_it() -> None:
 )
 def test_what_does_not_fit_together_is_refused(line: str, cluster: Cluster) -> None:
     assert refused(line, cluster).code == "cluster-unclear"
+
+
+@pytest.mark.parametrize(
+    ("line", "kill_after", "grace"),
+    [
+        ("", 30.0, 25.0),  # before SIGKILL by the cluster there is time for the report
+        ("", 3.0, 1.0),
+        ("", 300.0, 30.0),
+        ("--grace 40", 30.0, 40.0),
+        ("--shutdown-timeout 40", 30.0, 40.0),
+    ],
+)
+def test_the_grace_ends_before_the_patience_of_the_cluster(
+    line: str, kill_after: float, grace: float
+) -> None:
+    assert asked(line, msgspec.structs.replace(TWO, kill_after=kill_after)).grace == grace

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from rallypoint.clusters.cluster import Cluster
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Build, Device, Look
 from rallypoint.launcher import plan as plans
 from rallypoint.launcher.plan import (
     OLDEST_TORCH,
     Machine,
+    Nodes,
     Options,
     Plan,
     alone,
@@ -600,3 +602,38 @@ def test_torchruns_file_timer_is_said_to_be_missing() -> None:
     (note,) = plan({"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}).notes
     assert note.startswith("TORCHELASTIC_ENABLE_FILE_TIMER has no effect here")
     assert plan({"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}).notes == ()
+
+
+def of_task(task: int, tasks: int, **machine: Any) -> tuple[list[dict[str, str]], Plan]:
+    """Return the environment of each rank of a launcher that is one of several on its host."""
+    cluster = Cluster(name="Tasks", local=(task, tasks))
+    made = plan(machine=machine, nodes=Nodes(count=4, rank=task), cluster=cluster, nproc=2)
+    seat = Seat(0, task, World.of([2, 2, 2, 2]), "10.0.0.7", 29500)
+    return [variables_of(made, seat, local) for local in range(2)], made
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_launchers_of_one_host_number_their_ranks_on(gpus: int) -> None:
+    """LOCAL_RANK chooses a GPU of the host: two ranks with one number would share one."""
+    found, made = of_task(1, 3, gpus=gpus_here(gpus))
+    assert [(one["RANK"], one["LOCAL_RANK"]) for one in found] == [("2", "2"), ("3", "3")]
+    assert {one["LOCAL_WORLD_SIZE"] for one in found} == {"6"}
+    assert len(made.remarks) == len(plan(nproc=2).remarks)
+    assert "task 1 of 3 on this host" in describe(made)
+
+
+def test_launchers_with_gpus_of_their_own_count_them_from_0() -> None:
+    """srun --gpus-per-task shows each task its own ones alone, with numbers from 0."""
+    found, made = of_task(1, 3, gpus=gpus_here(2))
+    assert [(one["RANK"], one["LOCAL_RANK"]) for one in found] == [("2", "0"), ("3", "1")]
+    assert {one["LOCAL_WORLD_SIZE"] for one in found} == {"2"}
+    assert len(made.remarks) == len(plan(nproc=2).remarks) + 1
+
+
+@pytest.mark.parametrize(("all_cpus", "threads"), [(8, "1"), (64, "4")])
+def test_launchers_of_one_host_share_its_processors_unless_each_has_its_own(
+    all_cpus: int, threads: str
+) -> None:
+    """Eight tasks of one rank each would start a thread for every processor otherwise."""
+    found, _ = of_task(1, 3, all_cpus=all_cpus)
+    assert found[0]["OMP_NUM_THREADS"] == threads

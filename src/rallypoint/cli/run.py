@@ -124,6 +124,7 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
         seen = devices.look_closely()
     return Machine(
         cpus=len(os.sched_getaffinity(0)),
+        all_cpus=os.cpu_count() or 0,
         gpus=seen,
         build=devices.torch_build() if seen.devices or counted else None,
         interfaces=_interfaces(),

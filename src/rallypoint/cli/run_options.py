@@ -39,6 +39,10 @@ _PLACE = ("rdzv_endpoint", "master_addr")
 """Options of which each says where the nodes find each other."""
 
 
+FOR_THE_REPORT = 5.0
+"""Seconds that are kept of those that a cluster leaves between SIGTERM and SIGKILL."""
+
+
 def read(line: CommandLine, detect: Callable[[], Cluster | None] = lambda: None) -> Options:
     """Return what is asked for: values from their texts, and what they mean together.
 
@@ -96,6 +100,9 @@ def _fill_in(
     for gap in cluster.unclear:
         if not all(key in given or (key in _PLACE and placed) for key in gap.flags):
             raise UsageError("cluster-unclear", gap.headline, why=gap.why, help=gap.help)
+    if cluster.kill_after is not None and not {"grace", "shutdown_timeout"} & given.keys():
+        # The report is written after the grace.
+        values["grace"] = min(values["grace"], max(1.0, cluster.kill_after - FOR_THE_REPORT))
     lines = list(cluster.notes)
     told = {"nnodes": cluster.nodes, "nproc_per_node": cluster.slots, "rdzv_id": cluster.job}
     if not placed:  # else nobody knows whether node 0 of the cluster is at that place

@@ -45,7 +45,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     local: tuple[int, int] | None = None
     host: str = ""  # where node 0 listens, a name or an address; "": `exchange` tells it
     ports: tuple[int, ...] = ()  # candidates, in this order; (): those behind torchrun's 29500
-    # Module of this package whose `share` hands the place and a secret from node 0 to all.
+    # Module of this package: its `share` hands the place and a secret from node 0 to all.
     exchange: str = ""
     starts: bool = False  # no node: the `start` of `exchange` runs this command on all nodes
     folder: str = ""  # on a shared home, where node 0 writes its place instead
@@ -54,6 +54,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""  # the cluster's id of the job, and of its step and restart
     one_screen: bool = False  # what the launchers of all nodes write comes to one screen
     ends: float | None = None  # time at which the cluster ends the job
+    # Seconds between SIGTERM and SIGKILL by the cluster, when it ends the job.
+    kill_after: float | None = None
     requeues: bool = False  # the cluster starts the job again after exit status 75
     because: tuple[str, ...] = ()  # facts with their sources, for --dry-run
     notes: tuple[str, ...] = ()  # lines that are said at the start

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rallypoint.clusters.cluster import Cluster
-from rallypoint.clusters.secret_source import MOUNT
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
 from rallypoint.launcher import preload_parts
@@ -136,6 +135,8 @@ class Plan(Chosen, frozen=True, kw_only=True):
     # variables that we set or change for every worker, and for the template, whatever the world is
     environment: dict[str, str]
     rank_environment: tuple[dict[str, str], ...]  # the same by local rank, without the template
+    local_ranks: tuple[int, ...]  # LOCAL_RANK of this node's ranks
+    local_size: int  # LOCAL_WORLD_SIZE
     master_addr: str
     debug_rank: int  # the rank that has stdin and breakpoint()
     run_dir: str
@@ -256,6 +257,7 @@ class Machine(msgspec.Struct, frozen=True):
     interfaces: tuple[str, ...] = ()  # names of its network interfaces; () when they are not known
     # The ports of which the kernel gives one to each connection.
     ephemeral: tuple[int, int] = (32768, 60999)
+    all_cpus: int = 0  # that it has; 0: not known
 
 
 def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan:
@@ -308,7 +310,11 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             f"--debug-rank {debug_rank} is not a rank of this job: {_ranks_there_are(size)}",
             help=(("give a rank that there is", "--debug-rank 0"),),
         )
-    environment, remarks = _environment(options, environ, size, machine.cpus)
+    local_ranks, local_size, remarks = _local_ranks(options, environ, size, machine)
+    is_bound = machine.cpus < machine.all_cpus  # else all launchers of this host share them
+    sharers = size if is_bound else local_size
+    environment, note = _environment(options, environ, sharers, machine.cpus)
+    remarks += note
     remarks += _ports_of_the_ranks(options, machine)
     notes += _interfaces_that_are_missing(environ, machine)
     logs, note = _logs(options, size, run_dir, machine)
@@ -333,7 +339,9 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         preload=tuple(name for name in options.preload if name != preload_parts.NONE),
         learns=preload_parts.NONE not in options.preload,
         environment=environment,
-        rank_environment=_rank_environment(options, environ, size),
+        rank_environment=_rank_environment(options, environ, local_ranks, local_size),
+        local_ranks=tuple(local_ranks),
+        local_size=local_size,
         master_addr=address,
         debug_rank=debug_rank,
         run_dir=run_dir,
@@ -537,24 +545,37 @@ def _environment(
     return variables, remarks
 
 
-def _tasks_here(chosen: Chosen) -> tuple[int, int]:
-    """Return the place of this launcher among those that a cluster has started on this host, and
-    their number."""
-    local = chosen.cluster.local if chosen.cluster is not None else None
-    return local or (0, 1)
+def _local_ranks(
+    options: Options, environ: Mapping[str, str], size: int, machine: Machine
+) -> tuple[range, int, list[str]]:
+    """Return LOCAL_RANK of the ranks of this launcher and LOCAL_WORLD_SIZE, and a remark.
+
+    A cluster may start several launchers on a host, and numbers them. Where it gives each of them
+    GPUs of its own, their numbers begin at 0 in each, and LOCAL_RANK has to as well.
+    """
+    cluster = options.cluster
+    task, tasks = (cluster and cluster.local) or (0, 1)
+    gpus = len(devices.resolve(machine.gpus, environ))
+    if size <= gpus < size * tasks:
+        remark = (
+            f"LOCAL_RANK counts from 0 in each of {tasks} tasks on this host: "
+            f"{devices.count(gpus)} of it can be seen here"
+        )
+        return range(size), size, [remark]
+    return range(task * size, (task + 1) * size), size * tasks, []
 
 
 def _rank_environment(
-    options: Options, environ: Mapping[str, str], size: int
+    options: Options, environ: Mapping[str, str], local_ranks: range, local_size: int
 ) -> tuple[dict[str, str], ...]:
     """Return the variables that differ between local ranks in any world."""
     rows = []
-    first = _tasks_here(options)[0] * size
-    for rank in range(first, first + size):
+    for rank in local_ranks:
         row = {"LOCAL_RANK": str(rank)}
         if options.virtual_local_rank:
             row["LOCAL_RANK"] = "0"
-            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(environ.get("CUDA_VISIBLE_DEVICES"), rank, size)
+            listed = environ.get("CUDA_VISIBLE_DEVICES")
+            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(listed, rank, local_size)
         rows.append(row)
     return tuple(rows)
 
@@ -661,7 +682,7 @@ def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
         "RALLYPOINT_JOB": plan.job,
         "GROUP_RANK": str(seat.node),
         "ROLE_NAME": plan.role,
-        "LOCAL_WORLD_SIZE": str(len(seat.ranks) * _tasks_here(plan)[1]),
+        "LOCAL_WORLD_SIZE": str(plan.local_size),
         "WORLD_SIZE": size,
         "GROUP_WORLD_SIZE": str(seat.world.nodes),
         "ROLE_WORLD_SIZE": size,
@@ -685,7 +706,7 @@ def prefixes(plan: Plan, seat: Seat) -> tuple[str, ...] | None:
     template = Template(plan.logs.prefix)
     return tuple(
         template.safe_substitute(role_name=plan.role, rank=rank, local_rank=local_rank)
-        for local_rank, rank in enumerate(seat.ranks)
+        for local_rank, rank in zip(plan.local_ranks, seat.ranks, strict=True)
     )
 
 
@@ -816,6 +837,8 @@ def _describe_nodes(plan: Plan, nodes: Nodes, port: str) -> list[tuple[str, str]
 
 def _other_secret(plan: Plan, nodes: Nodes) -> str:
     """Return where the secret is looked for when no file was named."""
+    from rallypoint.clusters.secret_source import MOUNT
+
     if nodes.exchange:
         last = f"node 0 says it by {nodes.exchange}"
     elif plan.cluster is not None and not plan.cluster.own_homes:

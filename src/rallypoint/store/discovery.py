@@ -227,7 +227,8 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     """Read the secret in a file. `shown`: how errors name the file, if not by its path.
 
     `EnvironmentProblem` ("secret-unreadable") when it cannot be read, when it is another user's
-    than ours or root's, or when others than its owner may read or change it; `UsageError`
+    than ours or root's, or when others than its owner may read or change it (the group may read a
+    file of root's on a disk that is mounted read-only: a container's secret); `UsageError`
     ("secret-too-short").
     """
     shown = shown or path
@@ -240,7 +241,7 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     try:
         found = os.fstat(fd)
         content = os.read(fd, SECRET_FILE_BYTES) if stat.S_ISREG(found.st_mode) else b""
-        _check_file(path, shown, found, content)
+        _check_file(path, shown, found, content, mounted=_is_mounted_secret(fd, found))
     except OSError as error:
         raise _unreadable(shown, os.strerror(error.errno or 0)) from error
     finally:
@@ -270,14 +271,22 @@ def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _check_file(path: str, shown: str, found: os.stat_result, content: bytes) -> None:
+def _is_mounted_secret(fd: int, found: os.stat_result) -> bool:
+    """Return whether a file is root's and nobody can change it here: the mounted secret of a
+    container, which a process that is not root reads as one of the file's group."""
+    return found.st_uid == 0 and bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
+
+
+def _check_file(
+    path: str, shown: str, found: os.stat_result, content: bytes, *, mounted: bool
+) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise _unreadable(shown, "it is not a regular file")
     if found.st_uid not in (0, os.geteuid()):  # its owner can read it, and change it at any time
         raise _unreadable(
             shown, f"it belongs to another user (uid {found.st_uid})", help=(_MAKE_ONE,)
         )
-    if found.st_mode & 0o077:
+    if found.st_mode & (0o037 if mounted else 0o077):
         raise _unreadable(
             shown,
             f"its mode is {stat.S_IMODE(found.st_mode):04o}: others than its owner may use it",

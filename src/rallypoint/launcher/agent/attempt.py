@@ -132,7 +132,7 @@ class Attempt:
         kept = plan.logs.redirects[handle.local_rank] & STDERR != 0
         message = StartWorker(
             rank=handle.rank,
-            local_rank=handle.local_rank,
+            local_rank=plan.local_ranks[handle.local_rank],
             environment=self._environment(handle, streams.columns(self.seat)),
             ignored=self._ignored,
             takes_traceback=self.seat.world.size > 1 or kept,

@@ -30,8 +30,7 @@ _LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 def secret_file(nodes: Nodes, cluster: Cluster | None, environ: Mapping[str, str]) -> str:
     """Return the file with the secret of the job, "" without one: the one that was named, else a
-    mounted one, else under a cluster that hands no secret over the key file of the user, which is
-    on a home folder that the nodes share.
+    mounted one, else the key file of the user where the nodes of a cluster may share it.
     """
     found = nodes.secret_file or secret_source.mounted()
     if found or nodes.exchange or cluster is None or cluster.own_homes:

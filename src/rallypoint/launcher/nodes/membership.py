@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from rallypoint.clock import Clock
+from rallypoint.clusters import secret_source
 from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable
 from rallypoint.host.interfaces import interfaces
 from rallypoint.host.ports import HeldPort
@@ -315,11 +316,15 @@ class Membership:
 def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
     """Return a refusal by the lead's store in the words of a job on several nodes."""
     if error.code == "wrong-secret":
+        file = nodes.secret_file
+        own = file == secret_source.key_path(os.environ)
+        shared = "the home folder may not be shared: each node has a key file of its own then"
+        other = ("or name a file that is the same on all nodes", "rallypoint run --secret-file ...")
         return EnvironmentProblem(
             "wrong-secret",
-            f"the lead of the job has another secret than {nodes.secret_file or 'the one'} of this node",
-            why=(error.headline,),
-            help=(("copy node 0's file to this node", ""),),
+            f"the lead of the job has another secret than {file or 'that'} of this node",
+            why=(error.headline, *([shared] if own else [])),
+            help=(("copy node 0's file to this node", ""), *([other] if own else [])),
         )
     if error.code == "wrong-job":
         return EnvironmentProblem(
