@@ -71,7 +71,9 @@ class Seat(msgspec.Struct, frozen=True):
     # numeric: an address of node 0 by which this node reaches it
     master_addr: str
     master_port: int
-    store: str = ""  # tcp://address:port of the job's store; "": the node has one of its own
+    store: str = (
+        ""  # tcp:// or tls://address:port of the job's store; "": the node has one of its own
+    )
     interface: str = ""  # of the address by which this node reaches node 0; "": not known
     buddies: tuple[str, ...] = ()  # addresses of other nodes, to be looked at when node 0 is lost
 

@@ -117,8 +117,8 @@ def test_a_proof_is_for_what_was_said_and_nothing_else(change: str) -> None:
         change
     ]
     changed = msgspec.structs.replace(hello, **{change: other})
-    assert proof_of(SECRET, "client", 1, hello, b"n", "j") != proof_of(
-        SECRET, "client", 1, changed, b"n", "j"
+    assert proof_of(SECRET, "client", 1, hello, b"n", "j", b"") != proof_of(
+        SECRET, "client", 1, changed, b"n", "j", b""
     )
 
 
@@ -280,3 +280,48 @@ def test_a_damaged_handshake_is_refused_or_understood(data: st.DataObject) -> No
     except HandshakeFailed:
         return
     pytest.fail(f"the client went on although its greeting was changed: {answer!r}")
+
+
+# --- TLS ---
+
+
+def with_tls(server: bytes, client: bytes) -> tuple[Accepting, Joining, bytes | Welcome]:
+    """A handshake of sides that saw these certificates, up to the client's proof."""
+    accepts = Accepting(SECRET, "", "0.1.0", os.urandom(NONCE_BYTES), "unix", server)
+    joins = joining()
+    challenge = accepts.receive(joins.start())
+    return accepts, joins, joins.receive(encode(challenge), client)
+
+
+def test_sides_that_saw_the_same_certificate_open_the_conversation() -> None:
+    accepts, _, proof = with_tls(b"c" * 32, b"c" * 32)
+    assert isinstance(proof, bytes)
+    assert isinstance(accepts.receive(proof), Proof)
+
+
+@pytest.mark.parametrize(
+    ("server", "client"), [(b"c" * 32, b"d" * 32), (b"c" * 32, b""), (b"", b"d" * 32)]
+)
+def test_a_client_that_saw_another_certificate_proves_nothing(server: bytes, client: bytes) -> None:
+    with pytest.raises(HandshakeFailed) as caught:
+        with_tls(server, client)
+    assert caught.value.reason == "tls-intercepted"
+
+
+def test_somebody_in_between_cannot_say_that_the_certificate_is_the_servers() -> None:
+    accepts = Accepting(SECRET, "", "0.1.0", os.urandom(NONCE_BYTES), "unix", b"c" * 32)
+    joins = joining()
+    challenge = accepts.receive(joins.start())
+    assert isinstance(challenge, Challenge)
+    forged = msgspec.structs.replace(challenge, binding=b"d" * 32)
+    with pytest.raises(HandshakeFailed) as caught:
+        joins.receive(encode(forged), b"d" * 32)
+    assert caught.value.reason == "wrong-secret"
+
+
+def test_the_clients_proof_covers_the_certificate_too() -> None:
+    hello = joining().hello
+    one, other = (
+        proof_of(SECRET, "client", 1, hello, b"n", "", binding) for binding in (b"c" * 32, b"")
+    )
+    assert one != other

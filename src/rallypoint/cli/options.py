@@ -295,6 +295,11 @@ RUN: tuple[Option, ...] = (
         example="--secret-file secret",
     ),
     Option(
+        "--tls",
+        "with several nodes: encrypt what the launchers say to each other, and the job's store; on all nodes or on none. "
+        "Needs rallypoint[tls]",
+    ),
+    Option(
         "--node-timeout",
         "seconds without a sign of life after which a node is lost, and the job ends",
         metavar="S", read=read_node_timeout, default=2.0, example="--node-timeout 10",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.cli import args as parser
@@ -248,7 +249,7 @@ def _nodes(
     if count == 1:
         return None, [
             f"{BY_KEY[key].names[0]} has no effect: the job has one node"
-            for key in ("secret_file", "node_timeout", "local_addr", "rdzv_conf")
+            for key in ("secret_file", "tls", "node_timeout", "local_addr", "rdzv_conf")
             if key in given and given[key][-1].typed
         ]
     if values["standalone"]:
@@ -273,6 +274,11 @@ def _nodes(
         ports = (port or COORDINATION_PORT,)
     if by_cluster is not None:
         host, ports = by_cluster.host, by_cluster.ports or ports
+    if values["tls"] and find_spec("cryptography") is None:
+        raise _usage(
+            "--tls needs the package cryptography, which is not installed here",
+            ("install it on every node", "python -m pip install 'rallypoint[tls]'"),
+        )
     settings, more = _settings(values["rdzv_conf"])
     nodes = Nodes(
         count=count,
@@ -285,6 +291,7 @@ def _nodes(
         job=values["rdzv_id"],
         secret_file=values["secret_file"] or (cluster.secret if cluster is not None else ""),
         exchange=by_cluster.exchange if by_cluster is not None else "",
+        tls=values["tls"],
         timeout=values["node_timeout"],
         **settings,
     )

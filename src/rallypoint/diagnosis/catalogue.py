@@ -304,6 +304,12 @@ _LISTED = (
         "what the client connected to is not the store but something that passes connections on to it",
         "usage",
     ),
+    Cause("tls-mismatch", "one side of a connection speaks TLS, and the other does not", "usage"),
+    Cause(
+        "tls-intercepted",
+        "something between the client and the store opens the encrypted connection",
+        "machine",
+    ),
     Cause(
         "version-skew",
         "the client and the store speak different versions of the protocol",

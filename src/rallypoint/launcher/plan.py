@@ -93,6 +93,7 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     local_addr: str = ""  # address of this node from which it connects; "": the kernel's choice
     job: str = ""  # --rdzv-id: nodes of another job are refused
     secret_file: str = ""
+    tls: bool = False  # between the launchers, and to the job's store
     join_timeout: float = JOIN_TIMEOUT  # seconds until all nodes must have come
     # seconds without a sign of life after which a node is lost
     timeout: float = NODE_TIMEOUT
@@ -827,9 +828,11 @@ def _describe_nodes(plan: Plan, nodes: Nodes, port: str) -> list[tuple[str, str]
         if nodes.rank is not None
         else "the one that can listen there leads"
     )
+    encrypted = [("encrypted", "what the launchers say, and the job's store")] if nodes.tls else []
     return [
         ("nodes", f"{nodes.count}, which find each other {place}; {this}"),
         ("secret", nodes.secret_file or _other_secret(plan, nodes)),
+        *encrypted,
         ("meet at", f"an address of node 0 that all nodes reach, {port}"),
         ("lost", f"a node without a sign of life for {nodes.timeout:g} s"),
     ]

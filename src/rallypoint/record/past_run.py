@@ -59,6 +59,7 @@ class _Nodes(msgspec.Struct, frozen=True):
     ports: tuple[int, ...] = ()
     folder: str = ""
     secret_file: str = ""
+    tls: bool = False
 
     def options(self) -> Iterator[tuple[str, str]]:
         """Yield the options by which a node joins the others again."""
@@ -77,8 +78,7 @@ class _Nodes(msgspec.Struct, frozen=True):
 
 
 class KeptPlan(msgspec.Struct, frozen=True):
-    """Part of a `plan.json` that is shown. A plan that was written before the job was planned has
-    nothing but `job`."""
+    """Part of a `plan.json` that is shown: `job` alone before the job was planned."""
 
     job: str = ""
     program: _Program = _Program()
@@ -353,14 +353,14 @@ def tail(path: str, most: int) -> tuple[str, ...]:
 
 
 def command(plan: KeptPlan) -> str:
-    """Return the line that starts the same job again; for a function that was launched, which and
-    where. "" when nothing was planned yet."""
+    """Return the line that starts the job again, or the call that launched it; "" before a plan."""
     if plan.task is not None:
         return f"rallypoint.launch({plan.task.name}, nproc={plan.slots}) at {plan.task.line}"
     if not plan.program.target:
         return ""
     words = ["rallypoint", "run", "-n", str(plan.slots)]
     flags = {"--fresh": plan.start == "fresh", "--plain": plan.plain, "--quiet": plan.quiet}
+    flags["--tls"] = plan.nodes is not None and plan.nodes.tls
     words += [name for name, given in flags.items() if given]
     alone = {"--rdzv-endpoint": f"file://{plan.rendezvous}" if plan.rendezvous else ""}
     asked = {

@@ -1,4 +1,4 @@
-"""Addresses of stores: `tcp://host:port`, `tcp://[::1]:port`, `unix:///path`."""
+"""Addresses of stores: `tcp://host:port`, `tcp://[::1]:port`, the same with `tls`, `unix:///path`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ class Address(NamedTuple):
     host: str = ""
     port: int = 0
     path: str = ""
+    tls: bool = False
 
     def __str__(self) -> str:
         if self.path:
             return f"unix://{self.path}"
-        return (
-            f"tcp://[{self.host}]:{self.port}"
-            if ":" in self.host
-            else f"tcp://{self.host}:{self.port}"
-        )
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 
 
 def is_forwarded(address: Address) -> bool:
     """Tell whether connections to this address are passed on, and the user has said that this is
-    meant."""
-    return str(address) in _forwarded()
+    meant: of the place, with TLS or without."""
+    place = str(address._replace(tls=False))
+    return any(text.replace("tls://", "tcp://", 1) == place for text in _forwarded())
 
 
 def set_forwarded(address: str, forwarded: bool) -> None:
@@ -55,7 +54,7 @@ def _forwarded() -> list[str]:
 
 def parse(text: str) -> Address:
     """Parse an address. Raises UsageError `address-malformed`, with an address that would do, for
-    anything else than the three forms above. Spaces around it and one slash behind it, as copying
+    anything else than the forms above. Spaces around it and one slash behind it, as copying
     leaves them there, are no part of it."""
     given, text = text, text.strip()
     if bare := text.strip("\"'"):
@@ -73,30 +72,30 @@ def parse(text: str) -> Address:
                 given, "the path of a Unix socket is absolute", f"unix:///{rest.lstrip('/')}"
             )
         return Address(path=rest)
-    if kind != "tcp":
+    if kind not in ("tcp", "tls"):
         raise _malformed(given, f"{kind} is no scheme of a store", f"tcp://{rest}")
     host, colon, digits = rest.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         if rest.endswith("]") or (not _is_ipv6(host) and _is_ipv6(rest)):
-            raise _malformed(given, "there is no port", f"tcp://[{rest.strip('[]')}]:29500")
+            raise _malformed(given, "there is no port", f"{kind}://[{rest.strip('[]')}]:29500")
         raise _malformed(
             given,
             "an IPv6 address stands in brackets",
-            f"tcp://[{host.strip('[]')}]:{digits if _is_port(digits) else 29500}",
+            f"{kind}://[{host.strip('[]')}]:{digits if _is_port(digits) else 29500}",
         )
     if not colon or not digits.isascii() or not digits.isdigit():
-        raise _malformed(given, "there is no port", f"tcp://{host if colon else rest}:29500")
+        raise _malformed(given, "there is no port", f"{kind}://{host if colon else rest}:29500")
     if not _is_port(digits):
         raise _malformed(
-            given, f"a port lies between 1 and 65535, not at {digits}", f"tcp://{host}:29500"
+            given, f"a port lies between 1 and 65535, not at {digits}", f"{kind}://{host}:29500"
         )
     if not host or any(letter in host for letter in "/ @?#"):
-        raise _malformed(given, "there is no host name", f"tcp://127.0.0.1:{digits}")
+        raise _malformed(given, "there is no host name", f"{kind}://127.0.0.1:{digits}")
     if not separator:
         raise _malformed(given, "there is no scheme in front of it", f"tcp://{text}")
-    return Address(host, int(digits))
+    return Address(host, int(digits), tls=kind == "tls")
 
 
 def _is_port(digits: str) -> bool:

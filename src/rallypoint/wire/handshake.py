@@ -16,7 +16,9 @@ connections on purpose, the client leaves address and port out. Nothing but `Hel
 at most `HELLO_BYTES`, is decoded before the client has proved itself.
 
 Without TLS this keeps strangers and other jobs out. It does not protect what follows from somebody
-who can alter packets.
+who can alter packets. With TLS each proof also covers the server's certificate, as its side saw it:
+the challenge says under the proof which one the server has, so that a client tells an attacker in
+between, which has another one, from a server that does not know the secret.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ NONCE_BYTES = 32
 SESSION_BYTES = 16
 
 Reason = Literal[
-    "foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "session-lost", "store-full", "store-closed"
+    "foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "tls-mismatch", "tls-intercepted", "session-lost",
+    "store-full", "store-closed",
 ]  # fmt: skip
 
 PROVED = ("wrong-secret", "session-lost")
@@ -74,18 +77,28 @@ def proof_of(
     hello: Hello,
     challenge_nonce: bytes,
     job: str,
+    binding: bytes,
 ) -> bytes:
-    """Return the 32 bytes with which `role` proves that it knows the secret."""
-    said = msgspec.msgpack.encode((TAG, role, version, hello, challenge_nonce, job))
+    """Return the 32 bytes with which `role` proves that it knows the secret. `binding`: SHA-256 of
+    the server's certificate, b"" without TLS."""
+    said = msgspec.msgpack.encode((TAG, role, version, hello, challenge_nonce, job, binding))
     return hmac.digest(secret, said, "sha256")
 
 
 class Accepting:
     """The server's side. States: hello → proof → open; any of them → closed."""
 
-    def __init__(self, secret: bytes, job: str, software: str, nonce: bytes, way: str = "") -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        job: str,
+        software: str,
+        nonce: bytes,
+        way: str = "",
+        binding: bytes = b"",
+    ) -> None:
         """`job`: "" accepts clients of any. `nonce`: NONCE_BYTES random bytes, of this connection
-        alone. `way`: where the connection arrived."""
+        alone. `way`: where the connection arrived. `binding`: see `proof_of`."""
         self.state: Literal["hello", "proof", "open", "closed"] = "hello"
         self.hello: Hello | None = None
         self._secret = secret
@@ -93,6 +106,7 @@ class Accepting:
         self._software = software
         self._nonce = nonce
         self._way = way
+        self._binding = binding
         self._version = 0
 
     def receive(self, message: bytes) -> Challenge | Proof:
@@ -133,13 +147,14 @@ class Accepting:
             text = f"it connected to {hello.way[:80]}, and its connection arrived at {self._way}: something passes it on"
             raise HandshakeFailed("store-relayed", text, Refusal("store-relayed", text))
         self.state, self.hello, self._version = "proof", hello, version
-        proof = proof_of(self._secret, "server", version, hello, self._nonce, self._job)
-        return Challenge(TAG, version, self._software, self._job, self._nonce, proof)
+        nonce, binding = self._nonce, self._binding
+        proof = proof_of(self._secret, "server", version, hello, nonce, self._job, binding)
+        return Challenge(TAG, version, self._software, self._job, nonce, proof, binding)
 
     def _verified(self, proof: Proof) -> Proof:
         assert self.hello is not None
         expected = proof_of(
-            self._secret, "client", self._version, self.hello, self._nonce, self._job
+            self._secret, "client", self._version, self.hello, self._nonce, self._job, self._binding
         )
         if not hmac.compare_digest(proof.proof, expected):
             self.state = "closed"
@@ -176,9 +191,9 @@ class Joining:
         self.hello = msgspec.structs.replace(self.hello, way=way)
         return encode(self.hello)
 
-    def receive(self, message: bytes) -> bytes | Welcome:
-        """Take one message: returns the next one to send, or the Welcome. Raises
-        HandshakeFailed."""
+    def receive(self, message: bytes, binding: bytes = b"") -> bytes | Welcome:
+        """Take one message: returns the next one to send, or the Welcome. `binding`: SHA-256 of the
+        certificate that was seen here, b"" without TLS. Raises HandshakeFailed."""
         said = _decoded(message)
         if isinstance(said, Refusal) and self.state in ("hello", "proof"):
             early, self.state = self.state == "hello", "closed"
@@ -189,14 +204,14 @@ class Joining:
                 )
             raise HandshakeFailed(said.code, said.text, said)  # type: ignore[arg-type]
         if self.state == "hello" and isinstance(said, Challenge):
-            return self._prove(said)
+            return self._prove(said, binding)
         if self.state == "proof" and isinstance(said, Welcome):
             self.state = "open"
             return said
         state, self.state = self.state, "closed"
         raise HandshakeFailed("foreign", f"it answered the {state} with a {type(said).__name__}")
 
-    def _prove(self, challenge: Challenge) -> bytes:
+    def _prove(self, challenge: Challenge, binding: bytes) -> bytes:
         self.state = "closed"
         if (
             challenge.tag != TAG
@@ -204,17 +219,19 @@ class Joining:
             or not VERSIONS[0] <= challenge.version <= VERSIONS[1]
         ):
             raise HandshakeFailed("foreign", "an answer that is not rallypoint's")
-        expected = proof_of(
-            self._secret, "server", challenge.version, self.hello, challenge.nonce, challenge.job
-        )
+        spoken = challenge.version, self.hello, challenge.nonce, challenge.job, challenge.binding
+        expected = proof_of(self._secret, "server", *spoken)
         if not hmac.compare_digest(challenge.proof, expected):
             raise HandshakeFailed(
                 "wrong-secret", "the server does not know the secret that this client was given"
             )
+        if not hmac.compare_digest(challenge.binding, binding):
+            raise HandshakeFailed(
+                "tls-intercepted",
+                "the certificate that arrived here is not the store's: something in between opens the connection",
+            )
         self.state = "proof"
-        proof = proof_of(
-            self._secret, "client", challenge.version, self.hello, challenge.nonce, challenge.job
-        )
+        proof = proof_of(self._secret, "client", *spoken)
         return encode(Proof(proof, *self._rest))
 
 

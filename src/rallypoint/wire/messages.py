@@ -145,6 +145,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=2):
     job: str
     nonce: bytes
     proof: bytes  # HMAC-SHA256, see wire/handshake.py
+    binding: bytes = b""  # SHA-256 of the server's certificate; b"" without TLS
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -193,6 +194,7 @@ REFUSALS = (
     "version-skew",
     "wrong-job",
     "store-relayed",
+    "tls-mismatch",
     "wrong-secret",
     "session-lost",
     "store-full",

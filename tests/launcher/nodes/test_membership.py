@@ -136,17 +136,18 @@ def no_judge(attempt: FailedAttempt) -> Sentence:
 
 
 @pytest.mark.parametrize(
-    ("secret", "job", "code", "option"),
+    ("secret", "job", "tls", "code", "option"),
     [
-        (b"another secret, of another file", "7", "wrong-secret", "my secret"),
-        (SECRET, "8", "wrong-job", "--rdzv-id"),
+        (b"another secret, of another file", "7", False, "wrong-secret", "my secret"),
+        (SECRET, "8", False, "wrong-job", "--rdzv-id"),
+        (SECRET, "7", True, "tls-mismatch", "--tls"),
     ],
 )
-def test_one_that_is_not_let_in(secret: bytes, job: str, code: str, option: str) -> None:
+def test_one_that_is_not_let_in(secret: bytes, job: str, tls: bool, code: str, option: str) -> None:
     """It was told of rallypoint.connect(), which no user of `run` has called."""
     with Server(secret=SECRET, job="7", local=False) as server:
         port = int(server.address.rpartition(":")[2])
-        nodes = Nodes(count=2, rank=1, ports=(port,), secret_file="my secret")
+        nodes = Nodes(count=2, rank=1, ports=(port,), secret_file="my secret", tls=tls)
         settings = Settings(job, job, secret, 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py")
         applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
         membership = Membership(nodes, settings, applicant, no_judge, Clock())

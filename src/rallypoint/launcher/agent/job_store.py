@@ -17,6 +17,7 @@ from rallypoint.store.discovery import SECRET_BYTES, new_secret
 
 if TYPE_CHECKING:
     from rallypoint.launcher.agent.process_handles import RankHandle
+    from rallypoint.store.certificate import TlsIdentity
     from rallypoint.store.server.server import Server
     from rallypoint.store.state.attendance import Sighting
 
@@ -31,10 +32,16 @@ class JobStore:
     """
 
     def __init__(
-        self, job: str, secret: bytes | None = None, listener: socket.socket | None = None
+        self,
+        job: str,
+        secret: bytes | None = None,
+        listener: socket.socket | None = None,
+        identity: TlsIdentity | None = None,
     ) -> None:
-        """`secret`, `listener`: of a job on several nodes, which the other nodes know."""
+        """`secret`, `listener`: of a job on several nodes, which the other nodes know. `identity`:
+        of TLS, which they speak."""
         self._job = job
+        self._identity = identity
         self._server: Server | None = None
         unix, self.path = unix_sockets.private_socket("store.sock")
         self._listeners = [unix] if listener is None else [unix, listener]
@@ -77,6 +84,7 @@ class JobStore:
             secret=os.pread(self.secret, SECRET_BYTES, 0),
             job=self._job,
             address=self.address,
+            identity=self._identity,
             roster=lambda: roster(ranks, now()),
         )
         # Its threads inherit the mask: signals are the loop's, which waits in epoll and must be the
@@ -105,7 +113,7 @@ class StoreElsewhere:
     path = ""  # nothing here is to be removed
 
     def __init__(self, address: str, secret: bytes) -> None:
-        """`address`: tcp://host:port by which this node reaches it."""
+        """`address`: tcp://host:port, or tls://, by which this node reaches it."""
         self.address = address
         self.secret = processes.sealed_memory_file("rallypoint-secret", secret)
 

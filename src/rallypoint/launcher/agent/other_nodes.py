@@ -143,6 +143,7 @@ class OtherNodes:
                 grace=plan.grace,
                 roll_call=plan.roll_call,
                 program=plan.program.target,
+                tls=nodes.tls,
             ),
             _applicant(plan, nodes),
             functools.partial(judge, plan),
@@ -212,7 +213,9 @@ class OtherNodes:
         if self._store_listener is None:
             return StoreElsewhere(seat.store, secret)
         listener, self._store_listener = self._store_listener, None
-        return JobStore(job, secret, socket.socket(fileno=listener.detach()))
+        lead = self._membership.lead
+        identity = lead.identity if lead is not None else None
+        return JobStore(job, secret, socket.socket(fileno=listener.detach()), identity)
 
     def close(self) -> None:
         """Leave the job."""

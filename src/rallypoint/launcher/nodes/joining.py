@@ -163,7 +163,7 @@ class Joining:
         """Return every applicant's seat in an attempt. `offers`: what node 0 holds for it."""
         count, port, store = self._count, offers.master_port, ""
         if count > 1 and offers.store_port:
-            store = str(Address(host=self._address, port=offers.store_port))
+            store = str(Address(self._address, offers.store_port, tls=offers.tls))
         # All nodes but node 0, twice in a row: behind a node stand the next ones.
         ring = 2 * [one.addresses[0] if one.addresses else one.host for one in self._order[1:]]
         seats = {}

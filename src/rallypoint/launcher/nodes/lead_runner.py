@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -48,6 +48,9 @@ from rallypoint.store.server.server import Server
 from rallypoint.wire.messages import Identity
 from rallypoint.world import Seat
 
+if TYPE_CHECKING:
+    from rallypoint.store.certificate import TlsIdentity
+
 LOOK_TIMEOUT = 1.0
 """Seconds of a look at the host of a node that is lost: a host that is up refuses in milliseconds."""
 
@@ -69,6 +72,7 @@ class Settings(NamedTuple):
     grace: float
     roll_call: float
     program: str
+    tls: bool = False
 
 
 class LeadRunner:
@@ -96,7 +100,12 @@ class LeadRunner:
         self._held: dict[int, tuple[HeldPort, HeldPort]] = {}
         self._holding = threading.Lock()
         self._id = applicant.id
+        self.identity: TlsIdentity | None = None  # of the stores of the attempts, too
         try:
+            if settings.tls:
+                from rallypoint.store.certificate import new_identity  # here: OpenSSL loads slowly
+
+                self.identity = new_identity()
             offers = self._hold(0)
         except BaseException:
             claim.release()
@@ -121,6 +130,7 @@ class LeadRunner:
             secret=settings.secret,
             job=settings.name,
             local=False,
+            identity=self.identity,
             on_end=self._session_ended,
         )
         self._server.start()
@@ -131,6 +141,7 @@ class LeadRunner:
                 job=settings.name,
                 ttl=settings.node_timeout,
                 timeout=settings.node_timeout,
+                tls=settings.tls,
             )
             for name, target in (("hear", self._hear), ("watch", self._watch)):
                 start_thread(name, functools.partial(self._carry_out, target))
@@ -180,7 +191,7 @@ class LeadRunner:
             raise
         with self._holding:
             self._held[attempt] = (meeting, store)
-        return Offers(meeting.port, store.port)
+        return Offers(meeting.port, store.port, settings.tls)
 
     def _hold_again(self, attempt: int) -> Offers:
         """Do the same for another attempt. Where it cannot be, this node's agent tries it, and

@@ -50,7 +50,7 @@ BEFORE_NEXT_TRY = 0.2
 tells of a change there.
 """
 
-FINAL = frozenset({"wrong-secret", "wrong-job", "version-skew"})
+FINAL = frozenset({"wrong-secret", "wrong-job", "version-skew", "tls-mismatch", "tls-intercepted"})
 """Codes of a refusal by a store of ours: trying again gives the same answer."""
 
 PINGS = 8
@@ -218,6 +218,7 @@ class Membership:
                     timeout=max(0.1, min(TRY_TIMEOUT, left)),
                     patience=nodes.timeout,
                     source=nodes.local_addr,
+                    tls=nodes.tls,
                 )
             except StoreUnreachable as error:
                 # Another job may have one of several ports, and the lead come later.
@@ -332,6 +333,22 @@ def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
             "another job is at this endpoint: its nodes were started with another --rdzv-id",
             why=(error.headline,),
             help=(("give each job an endpoint of its own", "--rdzv-endpoint node0:29401"),),
+        )
+    if error.code == "tls-mismatch":
+        without = "this node was started with --tls, and the lead of the job was not"
+        with_it = "the lead of the job was started with --tls, and this node was not"
+        return EnvironmentProblem(
+            "tls-mismatch",
+            without if nodes.tls else with_it,
+            why=(error.headline,),
+            help=(("start all nodes with the same options", ""),),
+        )
+    if error.code == "tls-intercepted":
+        return EnvironmentProblem(
+            "tls-intercepted",
+            "something between this node and the lead of the job opens the connection and reads it",
+            why=(error.headline,),
+            help=error.help,
         )
     return EnvironmentProblem(error.code, error.headline, why=error.why, help=error.help)
 

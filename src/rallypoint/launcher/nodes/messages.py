@@ -31,6 +31,7 @@ class Offers(msgspec.Struct, frozen=True):
 
     master_port: int
     store_port: int = 0
+    tls: bool = False  # at the store
 
 
 class RankView(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from rallypoint.host.probe import Place
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.address import Address, is_forwarded
 from rallypoint.store.client.failures import of_a_handler
+from rallypoint.store.tls_socket import binding_of
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
 from rallypoint.wire.handshake import HandshakeFailed, Joining
 from rallypoint.wire.messages import HELLO_BYTES, Refusal, Welcome
@@ -33,12 +34,12 @@ recommendation. Less when there is not time enough: all are tried in the first h
 
 Reason = Literal[
     "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
-    "session-lost", "store-full", "store-closed",
+    "tls-mismatch", "tls-intercepted", "session-lost", "store-full", "store-closed",
 ]  # fmt: skip
 
 TELLING: tuple[Reason, ...] = (
-    "session-lost", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full", "store-closed", "foreign",
-    "silent", "closed", "refused", "unreachable", "unresolved",
+    "session-lost", "tls-intercepted", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "tls-mismatch", "store-full",
+    "store-closed", "foreign", "silent", "closed", "refused", "unreachable", "unresolved",
 )  # fmt: skip
 """Order in which failures are reported when several addresses failed differently: the one that got
 furthest first."""
@@ -130,7 +131,10 @@ def dial(
                 if opened is not None:
                     del racing[fd]
                     return opened
-                poll.modify(fd, runner.events)
+                poll.unregister(fd)  # with TLS it has another socket now
+                del racing[fd]
+                racing[runner.sock.fileno()] = runner
+                poll.register(runner.sock, runner.events)
         failures.extend(runner.too_late() for runner in racing.values())
         if not failures:
             failures.extend(
@@ -168,7 +172,7 @@ class _Runner:
         self._connected = False
         self._forwarded = is_forwarded(address) or (
             family != socket.AF_UNIX
-            and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1]))))
+            and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1])), tls=address.tls))
         )
         self.events = select.POLLOUT
         self.sock = open_socket(family, sockaddr)
@@ -179,6 +183,10 @@ class _Runner:
             if not self._connected:
                 probe.arrived(self.sock)
                 self._connected = True
+                if self._address.tls and self.sock.family != socket.AF_UNIX:
+                    from rallypoint.store import tls  # here: OpenSSL is slow to load
+
+                    self.sock = tls.secured(self.sock)
                 self._send(self._joining.start(self._way()))
             elif self._out:
                 self._flush()
@@ -257,7 +265,7 @@ class _Runner:
         self._cutter.feed(data)
         try:
             while (frame := self._cutter.next()) is not None:
-                answer = self._joining.receive(frame.message)
+                answer = self._joining.receive(frame.message, binding_of(self.sock))
                 if isinstance(answer, Welcome):
                     return Opened(self.sock, self._cutter, answer, self.where, self._address)
                 self._send(answer)

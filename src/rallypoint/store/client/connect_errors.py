@@ -22,6 +22,8 @@ CODES: dict[Reason, str] = {
     "version-skew": "version-skew",
     "wrong-job": "wrong-job",
     "store-relayed": "store-relayed",
+    "tls-mismatch": "tls-mismatch",
+    "tls-intercepted": "tls-intercepted",
     "session-lost": "session-lost",
     "store-full": "store-full",
     "store-closed": "store-closed",
@@ -70,6 +72,12 @@ HELP: dict[str, Help] = {
             "or, if that is a tunnel, a published port or NAT of your own, say so",
             "export RALLYPOINT_FORWARDED={address}",
         ),
+    ),
+    "tls-mismatch": (
+        ("give the address as the store has it: tls:// with TLS, tcp:// without", ""),
+    ),
+    "tls-intercepted": (
+        ("find out what stands between this machine and the store: a proxy, another host", ""),
     ),
     "store-full": (
         ("close stores that are no longer used, or start the server with a larger limit", ""),
@@ -149,6 +157,8 @@ def _headline(addresses: Sequence[Address], told: Failure) -> str:
         )
     if told.reason == "wrong-secret":
         return f"the store at {address} has another secret than this client was given"
+    if told.reason == "tls-intercepted":
+        return f"the connection to the store at {address} is not safe: {told.text}"
     return f"the store at {address} refused this client: {told.text}"
 
 

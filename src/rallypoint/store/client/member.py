@@ -46,12 +46,13 @@ class Member(Client):
         timeout: float = 10.0,
         patience: float = 0.0,
         source: str = "",
+        tls: bool = False,
     ) -> Self:
         """Connect to the server of this job, which may be at any of these hosts and ports; others
         may listen at the rest of them. Tries for `timeout` seconds, and raises what
         `rallypoint.connect` does. `patience`: seconds for every later answer, if they are more.
-        `source`: numeric address of this machine from which to connect."""
-        first, *others = [Address(host, port) for host, port in addresses]
+        `source`: numeric address of this machine from which to connect. `tls`: by TLS."""
+        first, *others = [Address(host, port, tls=tls) for host, port in addresses]
         options = Options(
             address=first,
             rank=None,

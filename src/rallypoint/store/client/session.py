@@ -87,7 +87,10 @@ started is there by then.
 """
 
 FINAL = frozenset(
-    {"foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full"}
+    (
+        *("foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full"),
+        *("tls-mismatch", "tls-intercepted"),
+    )
 )
 """Failures that another attempt would only repeat. Where a server has several addresses, somebody
 else may have all but one of them."""

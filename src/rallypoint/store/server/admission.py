@@ -8,9 +8,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from rallypoint.store.logger import logger
+from rallypoint.store.tls_socket import TLS_BEGINS
 from rallypoint.wire.frames import Cutter, FrameError, framed
 from rallypoint.wire.handshake import NONCE_BYTES, Accepting, HandshakeFailed
-from rallypoint.wire.messages import HELLO_BYTES, UNDECODABLE, Hello, Proof, encode
+from rallypoint.wire.messages import HELLO_BYTES, UNDECODABLE, Hello, Proof, Refusal, encode
 
 if TYPE_CHECKING:
     from rallypoint.store.server.connection import Peer
@@ -40,6 +41,8 @@ NOT_HTTP = b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nthis is
 """Answer to an HTTP request: a person typed the address into a browser, and should learn what it is.
 """
 
+NO_TLS = Refusal("tls-mismatch", "it does not speak TLS, and this client does")
+
 HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI")
 
 log = logger()
@@ -59,11 +62,13 @@ class Greeting:
 
     __slots__ = ("_accepting", "cutter", "deadline")
 
-    def __init__(self, secret: bytes, job: str, software: str, deadline: float, way: str) -> None:
-        """`way`: the address at which the connection arrived (`way_of`)."""
+    def __init__(
+        self, secret: bytes, job: str, software: str, deadline: float, way: str, binding: bytes
+    ) -> None:
+        """`way`: the address at which the connection arrived (`way_of`). `binding`: of its TLS."""
         self.deadline = deadline
         self.cutter = Cutter(HELLO_BYTES, 0)
-        self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way)
+        self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way, binding)
 
     def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
         """Return what is to be sent now (b"" for nothing yet), or both messages of a client that
@@ -81,6 +86,8 @@ class Greeting:
         except FrameError as error:
             if error.first.startswith(HTTP_METHODS):
                 raise TurnedAway("an HTTP request", NOT_HTTP) from error
+            if error.first.startswith(TLS_BEGINS):
+                raise TurnedAway("a TLS client", framed(encode(NO_TLS))) from error
             raise TurnedAway(
                 f"not rallypoint's protocol: it began with {printable(error.first)}"
             ) from error

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
@@ -27,6 +28,10 @@ from rallypoint.store.server.server_loop import Loop, prepare
 from rallypoint.store.state.attendance import Roster
 from rallypoint.store.state.state import State
 from rallypoint.wire.messages import Identity, Limits
+
+if TYPE_CHECKING:
+    from rallypoint.store.certificate import TlsIdentity
+    from rallypoint.store.tls import TlsThread
 
 DRAIN = 2.0
 """Seconds that clients have to take what was on its way to them when the server stops: a gigabyte
@@ -60,6 +65,7 @@ class Server:
         listeners: Sequence[socket.socket] | None = None,
         address: str | None = None,
         local: bool = True,
+        identity: TlsIdentity | None = None,
         clock: Clock | None = None,
         roster: Roster | None = None,
         on_end: Callable[[Identity, str], None] | None = None,
@@ -70,7 +76,8 @@ class Server:
         clients of this job, or of none, are let in. `listeners`: sockets that listen already,
         instead of `host` and `port`; they are closed by `stop`. `address`: what clients are to use,
         when it is not what was bound. `local`: listen on a Unix socket too; clients on this host
-        are told, and move there by themselves. `roster`: the launcher's knowledge of the job's
+        are told, and move there by themselves. `identity`: of TLS, which every client must speak that
+        does not come by a Unix socket. `roster`: the launcher's knowledge of the job's
         ranks, for errors that name the missing ones; called by the thread that serves. `on_end`:
         called by it with the owner of each session that has run out, and why.
 
@@ -87,6 +94,7 @@ class Server:
         self._changing = threading.Lock()
         self._ended = threading.Event()
         self._state = "listening"
+        self._tls: TlsThread | None = None
         bound = [_listen(host, port, port_range)] if listeners is None else list(listeners)
         try:
             paths = [str(sock.getsockname()) for sock in bound if sock.family == socket.AF_UNIX]
@@ -95,17 +103,27 @@ class Server:
                 if sock is not None:
                     bound.append(sock)
                     paths = [self._path]
-            self.address: str = address or str(_address(bound[0]))
+            self.address: str = address or str(_address(bound[0], identity))
             _raise_limit_of_files()
+            over_tls = [sock for sock in bound if identity and sock.family != socket.AF_UNIX]
             self._loop: Loop | None = Loop(
                 State(self.limits, roster=roster, began=self._clock.wall()),
-                bound,
+                [sock for sock in bound if sock not in over_tls],
                 secret=self.secret,
                 job=job,
                 local=paths[0] if local and paths else "",
                 clock=self._clock,
                 on_end=on_end,
             )
+            if identity is not None:
+                from rallypoint.store import tls  # here: OpenSSL is slow to load
+
+                for sock in over_tls:
+                    prepare(sock)
+                name = f"rallypoint store {self.address}: TLS"
+                self._tls = tls.TlsThread(
+                    name, identity=identity, listeners=over_tls, adopt=self._loop.adopt
+                )
         except BaseException:
             for sock in bound:
                 sock.close()
@@ -188,6 +206,8 @@ class Server:
                 raise UsageError(
                     "usage", f"the store {self.address} is {self._state}: a server is started once"
                 )
+            if self._tls is not None:
+                self._tls.start()
             self._state = "serving"
             return self._loop
 
@@ -211,6 +231,8 @@ class Server:
     def _over(self) -> None:
         self._state = "stopped"
         self._loop = None
+        if self._tls is not None:
+            self._tls.stop()
         if self._path:
             unix_sockets.remove(self._path)
         self._ended.set()
@@ -317,13 +339,11 @@ def _private_socket() -> tuple[socket.socket | None, str]:
         return None, ""
 
 
-def _address(sock: socket.socket) -> Address:
+def _address(sock: socket.socket, identity: TlsIdentity | None) -> Address:
     name = sock.getsockname()
-    return (
-        Address(path=str(name))
-        if sock.family == socket.AF_UNIX
-        else Address(str(name[0]), int(name[1]))
-    )
+    if sock.family == socket.AF_UNIX:
+        return Address(path=str(name))
+    return Address(str(name[0]), int(name[1]), tls=identity is not None)
 
 
 def _raise_limit_of_files() -> None:

@@ -29,6 +29,7 @@ from rallypoint.store.server.connection import Gone, Peer
 from rallypoint.store.server.large_values import LargeValues, open_files
 from rallypoint.store.server.requests import Requests
 from rallypoint.store.state.state import Session, State
+from rallypoint.store.tls_socket import binding_of
 from rallypoint.wire.frames import framed
 from rallypoint.wire.messages import (
     HELLO_BYTES,
@@ -379,7 +380,8 @@ class Loop:
             self._gate.complain("a process of another user", text, now)
             sock.close()
             return
-        greeting = Greeting(self._secret, self._job, __version__, now + GREETING, way)
+        proved_by, binding = now + GREETING, binding_of(sock)
+        greeting = Greeting(self._secret, self._job, __version__, proved_by, way, binding)
         peer = Peer(sock, source, greeting.cutter)
         self._peers[peer.fd] = peer
         peer.mask = IN
