@@ -123,7 +123,7 @@ class Machine:
         return self.files.get(path, "")
 
     def is_open(self, fd: int) -> bool:
-        return False
+        return fd == 14
 
     def host(self) -> str:
         return "node2"
@@ -196,6 +196,12 @@ def test_the_tasks_that_a_job_asked_for_are_its_ranks() -> None:
 def test_a_step_of_the_launchers_own_is_told_by_its_standard_input() -> None:
     found = seen(STEP | {slurm.OWN_STEP: "1 /tmp/x"})
     assert (found.exchange, found.nodes, found.node) == (slurm.OWN, 2, 1)
+
+
+def test_node_0_is_told_by_pmi_where_the_step_has_it() -> None:
+    assert seen(STEP | {"PMI_FD": "14"}).exchange == "pmi"
+    assert seen(STEP | {"PMI_FD": "15"}).exchange == ""  # closed: of an outer step
+    assert seen(STEP | {"PMI_FD": "14", slurm.OWN_STEP: "1 /tmp/x"}).exchange == slurm.OWN
 
 
 def test_variables_of_an_outer_step_are_not_the_batch_scripts() -> None:

@@ -23,6 +23,8 @@ pytestmark = [
 
 RUN = f"{sys.executable} -m rallypoint run"
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 FREE_WITHIN = 5.0
 """Seconds after which a cancelled job has left nothing on any node."""
 
@@ -89,6 +91,19 @@ def world(output: str) -> list[tuple[str, ...]]:
     )
 
 
+@pytest.mark.torch
+@pytest.mark.slow
+def test_training_reads_digits_as_well_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
+    line = f"{EXAMPLES / 'digits_ddp.py'} --epochs 2"
+    script = f"{RUN} {line}; srun {RUN} {line}; {RUN} --nnodes 1 -n 2 {line}"
+    output = slurm.submit(tmp_path, script, "--nodes=2", env={}).wait()
+    found = re.findall(r"test accuracy (\S+)", output)
+    assert len(found) == 3, output
+    assert len({*found}) == 1, found  # the same digits in the same order, whatever the machines
+    assert float(found[0]) > 0.8
+
+
 @pytest.mark.parametrize("before", ["", "srun "])
 def test_one_line_is_a_job_on_both_nodes(slurm: Slurm, tmp_path: Path, before: str) -> None:
     job = submit(slurm, tmp_path, f"{before}{RUN} train.py; echo status $?", TELL)
@@ -99,7 +114,7 @@ def test_one_line_is_a_job_on_both_nodes(slurm: Slurm, tmp_path: Path, before: s
 
 
 def test_three_tasks_on_two_nodes_are_three_ranks(slurm: Slurm, tmp_path: Path) -> None:
-    line = f"{RUN} train.py && echo again && srun {RUN} train.py"
+    line = f"{RUN} train.py && echo again && srun --mpi=pmi2 {RUN} train.py"
     own, by_srun = submit(slurm, tmp_path, line, TELL, "--ntasks=3").wait().split("again\n")
     ranks = [("0", "3", "0", "2"), ("1", "3", "1", "2"), ("2", "3", "0", "1")]
     assert [rank[:4] for rank in world(own)] == ranks, own  # two launchers

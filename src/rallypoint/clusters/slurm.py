@@ -59,7 +59,7 @@ def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     if step == "batch":
         return _batch(environ, job)
     if step.isdecimal() or (step == "" and _step_of(environ).isdecimal()):
-        found = _step(environ, job)
+        found = _step(environ, files, job)
         if step or found.unclear:  # what is left over of a step is whole
             return found
     why = f"srun has not started this process, and SLURM_JOB_ID={job} is its shell's"
@@ -241,7 +241,7 @@ def _asked_tasks(environ: Mapping[str, str]) -> list[int]:
     return found if asked and max(found) > 1 else []
 
 
-def _step(environ: Mapping[str, str], job: str) -> Cluster:
+def _step(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
     """Return the facts of a step: a launcher on each node, or one for each rank."""
     told = _Variables(environ)
     names = told.hosts("SLURM_STEP_NODELIST")
@@ -269,7 +269,12 @@ def _step(environ: Mapping[str, str], job: str) -> Cluster:
     if own and node is not None and max(per := counts(environ[OWN_STEP].split()[0])) > 1:
         slots = per[node]
         because.append(f"ranks {slots} here, from the job's SLURM_TASKS_PER_NODE")
-    if nodes != 1 and not names and not own:
+    pmi = environ.get("PMI_FD", "")
+    exchange = OWN if own else ""
+    if not own and nodes != 1 and pmi.isdecimal() and files.is_open(int(pmi)):
+        exchange = "pmi"
+        because.append(f"node 0 is told by PMI, from PMI_FD={pmi}")
+    if nodes != 1 and not names and not exchange:
         told.wrong("SLURM_STEP_NODELIST is not set in this step of Slurm's", ("rdzv_endpoint",))
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
     return Cluster(
@@ -280,7 +285,7 @@ def _step(environ: Mapping[str, str], job: str) -> Cluster:
         local=local,
         host=names[0] if names else "",
         ports=_ports(job, step),
-        exchange=OWN if own else "",
+        exchange=exchange,
         job=_named(environ, f"{job}.{step}"),
         one_screen=True,
         ends=_ends(environ),

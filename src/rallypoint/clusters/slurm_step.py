@@ -42,9 +42,6 @@ none of these.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
-PATIENCE = 600.0
-"""Seconds within which node 0 must have said where it listens: as long as nodes wait for others."""
-
 TALK = 5.0
 """Seconds for a command of Slurm's that asks its controller."""
 
@@ -165,10 +162,11 @@ class _Step:
         return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-def share(environ: Mapping[str, str], text: str) -> str:
+def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
     """Return what node 0 has said (`text` on node 0, "" elsewhere), as srun's standard input has it.
 
-    Raises EnvironmentProblem `cluster-unclear` when that ends without it.
+    Raises EnvironmentProblem `join-timeout` when that says nothing for so many seconds,
+    `cluster-unclear` when it ends.
     """
     path = environ[OWN_STEP].partition(" ")[2]
     os.environ.pop(OWN_STEP, None)  # what a rank starts is no launcher of this step
@@ -183,8 +181,10 @@ def share(environ: Mapping[str, str], text: str) -> str:
             ) from error
     said = b""
     while not said.endswith(b"\n"):
-        if not select.select([0], (), (), PATIENCE)[0]:
-            raise _unheard(f"node 0 was not heard of for {PATIENCE:.0f} s")
+        if not select.select([0], (), (), timeout)[0]:
+            raise EnvironmentProblem(
+                "join-timeout", f"node 0 of the job was not heard of in {timeout:g} s"
+            )
         more = os.read(0, 1)  # no more than the line: the rest is the program's
         if not more:
             raise _unheard("standard input ended before node 0 was heard of")
