@@ -24,6 +24,7 @@ from rallypoint.host.probe import connecting
 from rallypoint.store.address import Address
 from rallypoint.store.client.client import Client
 from rallypoint.store.client.session import Options, Session
+from rallypoint.store.discovery import checked_secret
 from rallypoint.store.limits import ORPHAN
 
 SIGNS = 10
@@ -66,7 +67,8 @@ class Member(Client):
             orphan=ORPHAN,
             others=tuple(others),
         )
-        joined = cls(options, secret, partial(connecting, source=source) if source else None)
+        key = checked_secret(secret)
+        joined = cls(options, key, partial(connecting, source=source) if source else None)
         joined._session.timeout = max(timeout, patience)
         return joined
 
