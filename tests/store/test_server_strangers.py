@@ -18,6 +18,8 @@ import pytest
 
 import rallypoint
 from rallypoint.clock import Clock
+from rallypoint.errors import StoreUnreachable
+from rallypoint.store.client.member import Member
 from rallypoint.store.server import admission
 from rallypoint.store.server.server import Server
 from rallypoint.wire.frames import HEADER, header
@@ -160,6 +162,28 @@ def test_wrong_secret_wrong_job_wrong_version(
         refusal = decode_handshake(rest(sock)[HEADER.size :])
         assert isinstance(refusal, Refusal)
         assert (refusal.code, refusal.oldest, refusal.newest) == ("version-skew", 1, 1)
+
+
+def test_clients_that_are_not_let_in_are_told_of_and_strangers_are_not() -> None:
+    told: list[tuple[str, str]] = []
+    with Server(job="a", on_stranger=lambda *one: told.append(one)) as server:
+        host, port = server.address.removeprefix("tcp://").split(":")
+
+        def join(secret: bytes, job: str) -> None:
+            Member.join([(host, int(port))], secret, job=job, ttl=2.0, timeout=DEADLINE).close()
+
+        with plug(server.address) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            rest(sock)
+        join(server.secret, "a")
+        with pytest.raises(StoreUnreachable, match="job a"):
+            join(server.secret, "b")
+        with pytest.raises(StoreUnreachable, match="secret"):
+            join(b"not the secret at all", "a")
+        join(server.secret, "a")  # the thread that serves has seen the end of the one before
+    assert [address for address, _ in told] == ["127.0.0.1", "127.0.0.1"]
+    assert "not of b" in told[0][1]
+    assert "another secret" in told[1][1]
 
 
 def test_a_replayed_handshake_is_refused(server: Server) -> None:

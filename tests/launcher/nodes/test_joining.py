@@ -15,6 +15,7 @@ from rallypoint.launcher.nodes.joining import (
     DUPLICATE_PATIENCE,
     ROLL_CALL_OF_NODES,
     TRY_PATIENCE,
+    WORDS_MOST,
     Came,
     Form,
     GiveUp,
@@ -236,6 +237,21 @@ def test_after_a_while_the_missing_are_named_with_what_those_that_tried_said() -
     assert all(host in text for host in ("gpu02", "gpu03", "10.0.0.9"))
     assert "its secret is another one" in text
     assert machine.due == 2 * ROLL_CALL_OF_NODES
+
+
+def test_a_node_that_comes_with_the_right_secret_at_last_is_not_named_for_it() -> None:
+    machine = joining()
+    come(machine, LEAD)
+    machine.handle(Rejected("10.0.0.1", "it has another secret"), 1.0)
+    for number in range(WORDS_MOST):
+        machine.handle(Rejected(f"fd00::{number:x}", "it has another secret"), 1.0)
+    machine.handle(Rejected("10.1.0.1", "it has another secret"), 1.0)
+    assert len(machine._last_words) == WORDS_MOST
+    come(machine, applicant(1, addresses=("10.1.0.1",)))
+    (told,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
+    assert isinstance(told, TellMissing)
+    assert "10.1.0.1" not in str(told.lines)
+    assert "fd00::ff" in str(told.lines)
 
 
 def test_a_job_whose_nodes_do_not_come_is_given_up() -> None:

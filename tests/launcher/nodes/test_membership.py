@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import NodeEvidence
+from rallypoint.errors import UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt
-from rallypoint.launcher.nodes.lead_runner import Settings
+from rallypoint.launcher.nodes.lead_runner import Settings, StoodStill
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,
     Heard,
@@ -53,6 +55,7 @@ def join() -> Iterator[Join]:
         master_port: int = 0,
         rank: int = 0,
         ports: tuple[int, ...] = (),
+        clock: Clock | None = None,
     ) -> Membership:
         nodes = Nodes(count=1, rank=rank, host="127.0.0.1", ports=ports or (_free_port(),))
         settings = Settings(
@@ -69,7 +72,7 @@ def join() -> Iterator[Join]:
             program="program.py",
         )
         applicant = Applicant("0", "host", 1, 1, 1, Versions("1", "", "3.11"), "", node_rank=0)
-        made.append(Membership(nodes, settings, applicant, judge, Clock()))
+        made.append(Membership(nodes, settings, applicant, judge, clock or Clock()))
         return made[-1]
 
     yield join
@@ -160,6 +163,45 @@ def test_one_that_is_not_let_in(secret: bytes, job: str, tls: bool, code: str, o
     assert heard.problem is not None
     assert heard.problem.code == code
     assert option in heard.problem.headline
+    assert isinstance(heard.problem, UsageError)  # nothing but another command helps
+
+
+class Jumping(Clock):
+    """The real clock of a process that stood still for some seconds."""
+
+    stood = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.stood
+
+
+@pytest.mark.parametrize(("seconds", "lost"), [(1.5, False), (2.5, True)])
+def test_a_lead_that_stood_still_blames_itself(join: Join, seconds: float, lost: bool) -> None:
+    """It judged the other nodes, whose sessions ended because of it."""
+    clock = Jumping()
+    membership = join(lambda failed: Sentence((), 1), clock=clock)
+    _of_kind(membership, Seated)
+    clock.stood = seconds
+    membership.send(Failing(0, "rank 0 ended"))
+    heard = _heard(membership)
+    assert isinstance(heard, StoodStill) is lost, heard
+    assert not lost or f"{seconds:.0f}" in str(heard)
+
+
+def test_a_name_without_an_answer_does_not_make_joining_longer() -> None:
+    """The name server was asked for two seconds again and again, beside the time that was left."""
+    nodes = Nodes(count=2, host="nobody.invalid", ports=(29400,), join_timeout=0.5)
+    settings = Settings("7", "7", SECRET, 2.0, 0.5, 0, None, 0, 30.0, 30.0, "train.py")
+    applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
+    clock = Clock()
+    membership = Membership(nodes, settings, applicant, no_judge, clock)
+    try:
+        lost = _of_kind(membership, LeadLost)
+    finally:
+        membership.close(1.0)
+    assert isinstance(lost, LeadLost)
+    assert lost.problem is not None
+    assert lost.problem.code == "join-timeout"
 
 
 def test_another_job_at_one_of_several_ports_is_passed_by(join: Join) -> None:

@@ -31,7 +31,7 @@ from rallypoint.launcher.agent.console import say_directly, shares_screen
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt, judge
-from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, looked
+from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, StoodStill, looked
 from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
 from rallypoint.launcher.nodes.messages import (
     AllWait,
@@ -127,7 +127,7 @@ class OtherNodes:
         self._waits_for_sentence = False
         self._lead_host = ""
         self._lease_due = 0.0  # when this node is to look at its lease
-        self._stood_still = 0.0  # seconds by which the last look was late
+        self._stood_still = 0.0  # seconds for which this launcher stood still, and was lost by it
         self._is_lost = False  # the conversation with the lead has ended
         self._membership = Membership(
             nodes,
@@ -268,6 +268,8 @@ class OtherNodes:
                     job.reporter.report_moved(ranks)
             case LeadLost(because):
                 self._on_lost(because)
+            case StoodStill():  # this node leads
+                self._on_lost(str(heard), heard.seconds)
             case ConnectionError():  # the lead's own session: this launcher stood still
                 self._on_lost(str(heard))
             case Exception():
@@ -284,18 +286,21 @@ class OtherNodes:
         """End this node's ranks when the others may take it for lost: two halves of a job must
         never both write a checkpoint.
         """
-        left, late = self._membership.left, now - self._lease_due
-        self._stood_still = late if late > STOOD_STILL else 0.0
+        left = self._membership.left
         if left > 0.0:
             self._lease_due = now + min(left, LEASE_LOOK)
             self._job.loop.at("lease", self._lease_due, self._look_at_lease)
         else:
             self._on_lost("the lead has not answered in time")
 
-    def _on_lost(self, because: str) -> None:
-        """End the ranks: the conversation with the lead is over."""
+    def _on_lost(self, because: str, still: float = 0.0) -> None:
+        """End the ranks: the conversation with the lead is over. `still`: seconds for which this
+        launcher stood still, if they are known.
+        """
         if not self._is_lost:
             self._is_lost = True
+            late = self._job.loop.now - self._lease_due
+            self._stood_still = still or (late if late > STOOD_STILL else 0.0)
             self._job.feed(supervisor.Isolated(because))
 
     def _begin_attempt(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -126,14 +127,18 @@ class Claim:
 
 
 def claim(
-    nodes: Nodes, port_range: tuple[int, int] | None, held: HeldPort | None = None
+    nodes: Nodes,
+    port_range: tuple[int, int] | None,
+    held: HeldPort | None = None,
+    left: float = math.inf,
 ) -> Claim | None:
     """Bind the endpoint when this node leads; None when another one does, or when that cannot be
     known yet because the endpoint's name has no address so far.
 
     With a given place node 0 leads. Without one the node leads that can bind the endpoint: names
     are not compared, because a host may have many. `held`: the listener that this node has
-    announced already. Raises EnvironmentProblem when node 0 cannot bind the endpoint.
+    announced already. `left`: seconds that the name may take, if they are few. Raises
+    EnvironmentProblem when node 0 cannot bind the endpoint.
     """
     if held is not None:
         return Claim(held)
@@ -142,7 +147,7 @@ def claim(
     if nodes.folder:
         return _claim_folder(nodes, port_range)
     must = nodes.rank == 0 or bool(nodes.is_host)
-    host = _listening_address(nodes.host, must)
+    host = _listening_address(nodes.host, must, min(RESOLVE_TIMEOUT, left))
     if not host:
         return None
     # Two agents of one machine that may both lead must not hold a port each.
@@ -176,7 +181,7 @@ def _claim_folder(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | N
     return Claim(held, file, remove=nodes.folder_once)
 
 
-def _listening_address(host: str, must: bool) -> str:
+def _listening_address(host: str, must: bool, timeout: float) -> str:
     """Return the address on which the lead listens at this endpoint, "" when it is not this
     machine's, or has no address.
 
@@ -187,7 +192,7 @@ def _listening_address(host: str, must: bool) -> str:
         return found
     places = probe.numeric(host, 0)
     if not places:
-        answer = resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host]
+        answer = resolver.ask([host], timeout=timeout)[host]
         places = [place for ip in answer.found for place in probe.numeric(ip, 0)]
     if not (must or any(probe.is_own(family, str(at[0])) for family, at in places)):
         return ""

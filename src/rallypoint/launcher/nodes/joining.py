@@ -35,6 +35,10 @@ DUPLICATE_PATIENCE = 3.0
 is over by then, and the place is the younger one's."""
 
 
+WORDS_MOST = 256
+"""Hosts of which it is remembered why they are not here: a stranger may have many addresses."""
+
+
 class Stage(enum.Enum):
     """States of joining."""
 
@@ -62,7 +66,7 @@ class Went(NodeEvent):
 
 
 class Rejected(NodeEvent):
-    """The lead's server has refused a connection (its secret differs, say)."""
+    """The lead's server has not let in a client (its secret differs, say). `host`: its address."""
 
     host: str
     because: str
@@ -197,7 +201,8 @@ class Joining:
     def _admit(self, applicant: Applicant, now: float) -> list[Decision]:
         self._here[applicant.id] = applicant
         self._came_at[applicant.id] = now
-        self._last_words.pop(applicant.host, None)
+        for name in (applicant.host, *applicant.addresses):
+            self._last_words.pop(name, None)
         return self._prove(now) if len(self._here) == self._count else []
 
     def _went(self, event: Went, now: float) -> list[Decision]:
@@ -221,6 +226,8 @@ class Joining:
 
     def _rejected(self, event: Rejected, now: float) -> list[Decision]:
         self._last_words[event.host] = f"refused: {event.host}: {event.because}"
+        if len(self._last_words) > WORDS_MOST:
+            del self._last_words[next(iter(self._last_words))]
         return []
 
     def _late(self, event: Came, now: float) -> list[Decision]:

@@ -51,6 +51,9 @@ from rallypoint.world import Seat
 if TYPE_CHECKING:
     from rallypoint.store.certificate import TlsIdentity
 
+NAP = 0.2
+"""Seconds after which the lead looks at the clock, whatever comes: it may have stood still."""
+
 LOOK_TIMEOUT = 1.0
 """Seconds of a look at the host of a node that is lost: a host that is up refuses in milliseconds."""
 
@@ -73,6 +76,14 @@ class Settings(NamedTuple):
     roll_call: float
     program: str
     tls: bool = False
+
+
+class StoodStill(ConnectionError):
+    """This launcher stood still, for as long as the other nodes wait for the lead, or longer."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"this launcher stood still for {seconds:.1f} s")
+        self.seconds = seconds
 
 
 class LeadRunner:
@@ -132,6 +143,7 @@ class LeadRunner:
             local=False,
             identity=self.identity,
             on_end=self._session_ended,
+            on_stranger=self._stranger_came,
         )
         self._server.start()
         try:
@@ -238,26 +250,40 @@ class LeadRunner:
             assert isinstance(applicant, Applicant)
             self._inbox.put(joining.Came(applicant))
 
-    def _session_ended(self, who: Identity, because: str) -> None:
+    def _session_ended(self, who: Identity, silent: bool) -> None:
         """Note how a node was lost, before its key goes. Called by the store's thread."""
-        if because.startswith("nothing was heard"):
+        if silent:
             self._silent.add((who.host, who.pid))
+
+    def _stranger_came(self, address: str, because: str) -> None:
+        """Have those that wait told of one that was not let in. Called by the store's thread."""
+        if self._lead is None:
+            self._inbox.put(joining.Rejected(address, because))
 
     # --- the thread that decides
 
     def _run(self) -> None:
         is_leaving = False  # this node's agent
+        looked = self._clock.monotonic()
         while not (is_leaving and self._is_done()):
             due = min(self._joining.due, self._lead.due if self._lead is not None else math.inf)
-            wait = None if due == math.inf else max(0.0, due - self._clock.monotonic())
+            wait = max(0.0, min(NAP, due - self._clock.monotonic()))
             try:
                 event = self._inbox.get(timeout=wait)
             except queue.Empty:
                 event = joining.Tick()
+            before, looked = looked, self._clock.monotonic()
+            if looked - before > self._settings.node_timeout and self._is_running():
+                # Their ends, which it sees now, are because of it.
+                self._failed(StoodStill(looked - before))
+                return
             if event is None:
                 is_leaving = True
             else:
                 self._handle(event)
+
+    def _is_running(self) -> bool:
+        return self._lead is not None and self._lead.state is not lead.Phase.OVER
 
     def _is_done(self) -> bool:
         """Return whether the lead waits for nothing when its own agent leaves: a node that was

@@ -16,7 +16,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.clusters import secret_source
-from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable
+from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable, UsageError
 from rallypoint.host.interfaces import interfaces
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
@@ -202,10 +202,10 @@ class Membership:
     def _join(self) -> Member | None:
         """Find the lead, or become it. None when the agent leaves meanwhile."""
         nodes, settings = self._nodes, self._settings
-        began = self._clock.elapsed()
+        until = self._clock.elapsed() + nodes.join_timeout
         while not self._leaving.is_set():
-            left = nodes.join_timeout - (self._clock.elapsed() - began)
-            places = self._places()
+            places = self._places(until - self._clock.elapsed())
+            left = until - self._clock.elapsed()
             if not places:
                 self._nobody_yet(left)
                 continue
@@ -224,7 +224,7 @@ class Membership:
                 # Another job may have one of several ports, and the lead come later.
                 if error.code in FINAL and (error.code != "wrong-job" or len(places) < 2):
                     raise _refused(nodes, error) from None
-                if left <= 0:
+                if self._clock.elapsed() >= until:
                     # Where nothing listens, a list of the attempts says no more than the error.
                     why = () if error.code == "port-refused" else error.why
                     help = error.help if error.code == "address-unresolved" else ()
@@ -246,9 +246,10 @@ class Membership:
         self._put(NotReached(because))
         self._leaving.wait(BEFORE_NEXT_TRY)
 
-    def _places(self) -> list[tuple[str, int]]:
+    def _places(self, left: float) -> list[tuple[str, int]]:
+        """Return where the lead may be, at first by a try to lead. `left`: seconds to join."""
         if self.lead is None:
-            claimed = endpoint.claim(self._nodes, self._settings.port_range, self._held)
+            claimed = endpoint.claim(self._nodes, self._settings.port_range, self._held, left)
             if claimed is not None:
                 self.lead = LeadRunner(
                     claimed,
@@ -314,21 +315,21 @@ class Membership:
             self._end(error)
 
 
-def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
+def _refused(nodes: Nodes, error: StoreUnreachable) -> RallypointError:
     """Return a refusal by the lead's store in the words of a job on several nodes."""
     if error.code == "wrong-secret":
         file = nodes.secret_file
         own = file == secret_source.key_path(os.environ)
         shared = "the home folder may not be shared: each node has a key file of its own then"
         other = ("or name a file that is the same on all nodes", "rallypoint run --secret-file ...")
-        return EnvironmentProblem(
+        return UsageError(
             "wrong-secret",
             f"the lead of the job has another secret than {file or 'that'} of this node",
             why=(error.headline, *([shared] if own else [])),
             help=(("copy node 0's file to this node", ""), *([other] if own else [])),
         )
     if error.code == "wrong-job":
-        return EnvironmentProblem(
+        return UsageError(
             "wrong-job",
             "another job is at this endpoint: its nodes were started with another --rdzv-id",
             why=(error.headline,),
@@ -337,7 +338,7 @@ def _refused(nodes: Nodes, error: StoreUnreachable) -> EnvironmentProblem:
     if error.code == "tls-mismatch":
         without = "this node was started with --tls, and the lead of the job was not"
         with_it = "the lead of the job was started with --tls, and this node was not"
-        return EnvironmentProblem(
+        return UsageError(
             "tls-mismatch",
             without if nodes.tls else with_it,
             why=(error.headline,),

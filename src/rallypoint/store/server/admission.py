@@ -50,11 +50,12 @@ log = logger()
 
 class TurnedAway(Exception):
     """Refusal of a stranger. `answer` is the last that is sent to it, b"" for nothing; the text is
-    for the log."""
+    for the log. `is_client`: it speaks the protocol, and something about it differs."""
 
-    def __init__(self, text: str, answer: bytes = b"") -> None:
+    def __init__(self, text: str, answer: bytes = b"", *, is_client: bool = False) -> None:
         super().__init__(text)
         self.answer = answer
+        self.is_client = is_client
 
 
 class Greeting:
@@ -69,6 +70,11 @@ class Greeting:
         self.deadline = deadline
         self.cutter = Cutter(HELLO_BYTES, 0)
         self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way, binding)
+
+    @property
+    def is_challenged(self) -> bool:
+        """Return whether this side has proved itself, and the other one is to."""
+        return self._accepting.state == "proof"
 
     def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
         """Return what is to be sent now (b"" for nothing yet), or both messages of a client that
@@ -92,9 +98,9 @@ class Greeting:
                 f"not rallypoint's protocol: it began with {printable(error.first)}"
             ) from error
         except HandshakeFailed as error:
-            raise TurnedAway(
-                str(error), framed(encode(error.refusal)) if error.refusal else b""
-            ) from error
+            refusal = error.refusal
+            answer = framed(encode(refusal)) if refusal else b""
+            raise TurnedAway(str(error), answer, is_client=refusal is not None) from error
         except UNDECODABLE as error:
             raise TurnedAway("a message that is not rallypoint's") from error
         return b"".join(answers)

@@ -68,7 +68,8 @@ class Server:
         identity: TlsIdentity | None = None,
         clock: Clock | None = None,
         roster: Roster | None = None,
-        on_end: Callable[[Identity, str], None] | None = None,
+        on_end: Callable[[Identity, bool], None] | None = None,
+        on_stranger: Callable[[str, str], None] | None = None,
     ) -> None:
         """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as
         text; 0: any free one, of `port_range` (both ends included) if given. `max_bytes`: see
@@ -79,7 +80,9 @@ class Server:
         are told, and move there by themselves. `identity`: of TLS, which every client must speak that
         does not come by a Unix socket. `roster`: the launcher's knowledge of the job's
         ranks, for errors that name the missing ones; called by the thread that serves. `on_end`:
-        called by it with the owner of each session that has run out, and why.
+        called by it with the owner of each session that has run out, and whether that was for want
+        of signs of life alone. `on_stranger`: called by it with the address of each client of
+        another job, version or secret, and why it was not let in.
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and
         what `hold_port` raises.
@@ -114,6 +117,7 @@ class Server:
                 local=paths[0] if local and paths else "",
                 clock=self._clock,
                 on_end=on_end,
+                on_stranger=on_stranger,
             )
             if identity is not None:
                 from rallypoint.store import tls  # here: OpenSSL is slow to load

@@ -92,15 +92,19 @@ class Loop:
         job: str,
         local: str,
         clock: Clock,
-        on_end: Callable[[Identity, str], None] | None = None,
+        on_end: Callable[[Identity, bool], None] | None = None,
+        on_stranger: Callable[[str, str], None] | None = None,
     ) -> None:
         """Take the listeners over. `local`: the path that clients are told. `on_end`: called with
-        the owner of each session whose time is over, and why."""
+        the owner of each session whose time is over, and whether that was for want of signs of life
+        alone. `on_stranger`: called with the address of each client of another job, version or
+        secret, and why it was not let in."""
         self._state = state
         self._secret = secret
         self._job = job
         self._local = local
         self._on_end = on_end
+        self._on_stranger = on_stranger
         self._now = clock.monotonic
         self._id = os.urandom(16)
         self._peers: dict[int, Peer] = {}
@@ -236,7 +240,7 @@ class Loop:
         try:
             for session in self._state.tick(now):
                 if self._on_end is not None:
-                    self._on_end(session.identity, session.because)
+                    self._on_end(session.identity, session.silent)
         except Exception:  # the next tick goes on behind the one that failed
             log.exception("the store failed on what ran out; please report this")
         if now >= self._next_sweep:
@@ -294,7 +298,7 @@ class Loop:
             if peer.arriving is not None:
                 self._requests.read_body(peer, peer.arriving)
             elif session is None:
-                self._greet(peer, peer.read())
+                self._greet(peer)
             elif session.ended:  # the client comes back, and is told what became of it
                 raise Gone
             else:
@@ -391,13 +395,22 @@ class Loop:
             self._gate.complain(oldest.source, text, now)
             self._drop(oldest)
 
-    def _greet(self, peer: Peer, data: bytes) -> None:
+    def _greet(self, peer: Peer) -> None:
+        greeting = self._gate.strangers[peer]
         try:
-            said = self._gate.strangers[peer].receive(data)
+            said = greeting.receive(peer.read())
         except TurnedAway as error:
             if error.answer:
                 peer.send(error.answer)
+            if error.is_client and self._on_stranger is not None:
+                self._on_stranger(peer.source, str(error))
             raise Gone(str(error)) from error
+        except Gone:
+            if greeting.is_challenged and self._on_stranger is not None:
+                self._on_stranger(
+                    peer.source, "it left at this side's proof: it has another secret"
+                )
+            raise
         if isinstance(said, bytes):
             peer.drop_unclaimed()
             if said:

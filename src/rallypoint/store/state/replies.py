@@ -46,7 +46,7 @@ class Session:
 
     __slots__ = (
         "acked", "alone", "because", "claims", "deadline", "ended", "ended_at", "ephemeral", "heard", "id", "identity", "items", "kept",
-        "locks", "number", "orphan", "replies", "routes", "ttl", "waiting",
+        "locks", "number", "orphan", "replies", "routes", "silent", "ttl", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,8 @@ class Session:
         self.ended = False
         self.ended_at = NEVER
         self.because = ""  # reason of the end
+        # it ended for want of signs of life, while it had a connection
+        self.silent = False
         self.acked: dict[int, int] = {}  # by slot: the last number whose replies have arrived
         self.replies: dict[int, Reply | None] = {}
         self.waiting: dict[int, Waiter] = {}  # by seq, in the order of arrival

@@ -294,12 +294,14 @@ class State(Ledger):
             # given back any moment, so that is looked at in steps of the session's own ttl.
             ttl = max(session.ttl, self._locks.longest(session))
             until, because = session.heard + ttl, f"nothing was heard of it for {ttl:g} s"
+            session.silent = True
             orphan = session.orphan
             if session.alone + orphan < until:
                 if now - session.alone > orphan * LATE:
                     session.alone = now
                 until = session.alone + orphan
                 because = f"its connections ended, and it made no other within {orphan:g} s"
+                session.silent = False
             if until > now:
                 self._deadlines.set(session, min(until, now + session.ttl))
             else:
