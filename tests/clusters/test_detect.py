@@ -146,3 +146,50 @@ def test_the_grace_ends_before_the_patience_of_the_cluster(
     line: str, kill_after: float, grace: float
 ) -> None:
     assert asked(line, msgspec.structs.replace(TWO, kill_after=kill_after)).grace == grace
+
+
+class Hidden:
+    """A machine that shows nothing but open descriptors: variables are believed there."""
+
+    def __init__(self, *fds: int) -> None:
+        self._fds = fds
+
+    def text(self, path: str) -> str:
+        return ""
+
+    def is_open(self, fd: int) -> bool:
+        return fd in self._fds
+
+    def host(self) -> str:
+        return "gpu02"
+
+
+STEPS = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+TASK = {
+    "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"
+}  # fmt: skip
+"""Variables of a task of MPICH's."""
+
+
+def test_of_two_clusters_the_inner_one_is_asked_and_the_outer_one_named() -> None:
+    """mpiexec starts its tasks in a step of Slurm's, and they have that one's variables, too."""
+    found = detect({**STEPS, **TASK}, Hidden(9))
+    assert found is not None
+    assert (found.name, found.nodes, found.node) == ("MPICH", 4, 3)
+    assert any("inside Slurm" in line for line in found.because)
+
+
+def test_variables_that_are_left_over_of_an_inner_cluster_hide_no_outer_one() -> None:
+    """srun in a shell that mpiexec had started: each node would have trained alone."""
+    found = detect({**STEPS, **TASK}, Hidden())
+    assert found is not None
+    assert (found.name, found.nodes, found.node) == ("Slurm", 2, 1)
+    alone = detect(TASK, Hidden())
+    assert alone is not None
+    assert (alone.nodes, alone.left_over) == (1, True)
+
+
+def test_an_empty_variable_names_no_place() -> None:
+    wanted = asked("", TWO, {"PET_MASTER_ADDR": "", "PET_RDZV_ENDPOINT": ""})
+    assert wanted.nodes is not None
+    assert (wanted.nodes.rank, wanted.nodes.host, wanted.notes) == (1, "node0", ())

@@ -97,7 +97,7 @@ def _fill_in(
     """Put what a cluster tells in the place of what was not given; return lines about the rest.
     Raises UsageError `cluster-unclear`.
     """
-    placed = any(key in given for key in _PLACE)
+    placed = _place_given(values, given)
     for gap in cluster.unclear:
         if not all(key in given or (key in _PLACE and placed) for key in gap.flags):
             raise UsageError("cluster-unclear", gap.headline, why=gap.why, help=gap.help)
@@ -117,8 +117,7 @@ def _fill_in(
             says = f"{BY_KEY[key].names[0]} {value}"
             lines.append(f"{given[key][-1]} wins over {cluster.name}, which says {says}")
     if placed and values["nnodes"] > 1 and cluster.host:
-        one = next(given[key][-1] for key in _PLACE if key in given)
-        lines.append(f"{one} wins over {cluster.name}, which says that node 0 is {cluster.host}")
+        lines.append(f"{placed} wins over {cluster.name}, which says that node 0 is {cluster.host}")
     if values["nnodes"] > 1 and not (placed or cluster.host or cluster.exchange or cluster.folder):
         raise UsageError(
             "cluster-unclear",
@@ -139,6 +138,16 @@ def _fill_in(
             ),
         )
     return lines
+
+
+def _place_given(values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]) -> Given | None:
+    """Return the option that says where the nodes find each other, None without one. An empty
+    variable says nothing.
+    """
+    none = ("", ("", 0))
+    return next(
+        (given[key][-1] for key in _PLACE if key in given and values[key] not in none), None
+    )
 
 
 def _usage(headline: str, *help: tuple[str, str]) -> UsageError:
@@ -258,7 +267,7 @@ def _nodes(
             ("leave one of the two out", ""),
         )
     host, port = values["rdzv_endpoint"]
-    by_cluster = cluster if not any(key in given for key in _PLACE) else None
+    by_cluster = cluster if not _place_given(values, given) else None
     static = backend == "static" and not host.startswith("file://")
     if "://" in host and not host.startswith("file://"):
         raise _usage(
@@ -338,7 +347,7 @@ def _meeting_point(
     if host.startswith("file://"):  # a place, not an address: see `_place`
         return "", 0, ignored("--rdzv-endpoint")
     several = values["nnodes"] > 1
-    if several and cluster is not None and not any(key in given for key in _PLACE):
+    if several and cluster is not None and not _place_given(values, given):
         return "", values["master_port"] or 0, []  # else any free port: a host may have many jobs
     if several and backend == "c10d":  # the endpoint's port is the lead's
         return "", 0, ignored("--rdzv-backend c10d")

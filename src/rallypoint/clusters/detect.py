@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MARKS = (
     ("mpi", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK")),
     ("slurm", ("SLURM_JOB_ID", "SLURM_JOBID")),
-    ("kubernetes", ("KUBERNETES_SERVICE_HOST",)),
+    ("kubernetes", ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "LWS_GROUP_SIZE")),
 )
 """Modules of clusters, the innermost first, and variables of which each sets one at least."""
 
@@ -57,9 +57,9 @@ def detect(environ: Mapping[str, str], files: Files | None = None) -> Cluster | 
         cluster: Cluster | None = look(environ, files)
         if cluster is None:
             continue
-        if found is None:
+        if found is None or found.left_over:
             found = cluster
-        elif cluster.nodes != 1 or cluster.unclear:
+        elif not cluster.left_over and (cluster.nodes != 1 or cluster.unclear):
             outer = f"inside {cluster.name}: {found.name} has started this process, and is asked"
             return msgspec.structs.replace(found, because=(*found.because, outer))
     return found

@@ -30,7 +30,10 @@ _PLACE = ("rdzv_endpoint",)
 
 def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     """Return what Kubernetes tells of the job of this pod; None in a pod that is not one of several."""
-    if "KUBERNETES_SERVICE_HOST" not in environ:  # the kubelet sets it in every container
+    # The kubelet sets the first in every container. A shell there may start without it.
+    if not any(
+        name in environ for name in ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", *_LWS)
+    ):
         return None
     return (
         _leader_worker_set(environ, files)

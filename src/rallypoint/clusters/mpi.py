@@ -83,7 +83,7 @@ def _hydra(environ: Mapping[str, str], files: Files) -> Cluster:
     fd = environ.get("PMI_FD", "")
     if fd.isdecimal() and not files.is_open(int(fd)):
         line = f"one node: PMI_FD={fd} is closed, so this process is no task of {name}'s"
-        return Cluster(name=name, nodes=1, because=(line,), notes=(line,))
+        return Cluster(name=name, nodes=1, left_over=True, because=(line,), notes=(line,))
     cluster = _tasks(name, _HYDRA, environ)
     if cluster.nodes == 1:
         return cluster
