@@ -255,6 +255,14 @@ _MAKE_ONE = (
 )
 
 
+_MOUNTED = (
+    (
+        "it is mounted, and read-only: in the manifest of a pod, give its volume another mode",
+        "defaultMode: 0400",
+    ),
+)
+
+
 def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
     """Make the help for a file that others may use. One that does not look like a secret may be one
     that others need: nobody may be led to type `chmod 600 /etc/passwd`."""
@@ -290,7 +298,7 @@ def _check_file(
         raise _unreadable(
             shown,
             f"its mode is {stat.S_IMODE(found.st_mode):04o}: others than its owner may use it",
-            help=_private(path, content),
+            help=_MOUNTED if mounted else _private(path, content),
         )
     if found.st_size > SECRET_FILE_BYTES:
         raise _unreadable(

@@ -359,7 +359,7 @@ def _timed_out(
 ) -> EnvironmentProblem:
     return EnvironmentProblem(
         "join-timeout",
-        f"the lead of the job was not reached within {nodes.join_timeout:g} s",
+        f"the lead of the job, at {nodes.folder or nodes.host}, was not reached within {nodes.join_timeout:g} s",
         why=why,
         help=(
             *help,
