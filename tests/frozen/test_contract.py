@@ -36,6 +36,7 @@ FOREIGN = re.compile(
 )
 
 VALUES = {
+    "--engine": "ray",
     "--nproc-per-node": "3",
     "--preload": "json",
     "--port-range": "20000-20100",

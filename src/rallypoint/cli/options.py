@@ -256,6 +256,13 @@ RUN: tuple[Option, ...] = (
         variable="PET_NNODES", example="--nnodes 2",
     ),
     Option(
+        "--engine",
+        "what starts the nodes: local, each node's own command; ray, one command, which starts a "
+        "launcher on so many nodes of a Ray cluster",
+        metavar="local|ray", read=read_choice("local", "ray"), default="local",
+        example="--engine ray",
+    ),
+    Option(
         "--node-rank",
         "place of this node; node 0 leads. Without it, the node whose address --rdzv-endpoint "
         "names leads, and the others get places as they come",

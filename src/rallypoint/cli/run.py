@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from rallypoint.cli.output import rendered, write_err, write_out
 from rallypoint.clusters.detect import detect
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import termination_log
-from rallypoint.launcher import torch_version
+from rallypoint.launcher import exits, torch_version
 
 if TYPE_CHECKING:
     from rallypoint.cli.args import CommandLine
@@ -69,6 +70,8 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         write_err(rendered(trouble, wanted.error_format, sys.stderr))
         termination_log.write(render.first_line(trouble), environ)
         return trouble.exit_status
+    if wanted.engine == "ray" and not wanted.dry_run:
+        return _on_ray(wanted, typed)
     folder = made.rendezvous if made.nodes is None else made.nodes.folder
     if folder:
         from rallypoint.launcher import rendezvous_file
@@ -92,6 +95,37 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     from rallypoint.launcher.agent import agent
 
     return agent.run(made)
+
+
+ON_RAY = "import sys; from rallypoint.clusters import ray; ray.begin(); from rallypoint.__main__ import main; sys.exit(main())"
+"""Program of a launcher in an actor of Ray's."""
+
+
+def _on_ray(wanted: Options, typed: Sequence[str]) -> int:
+    """Have launchers on the nodes of a Ray cluster carry the command out; return the exit status of
+    node 0, or of one that has outlived it.
+    """
+    from rallypoint.clusters import ray
+
+    program = (wanted.program.target, *wanted.program.args)
+    nnodes = wanted.nodes.count if wanted.nodes is not None else 1
+    words = ("-c", ON_RAY, "run", *typed, "--engine", "local", "-n")
+    try:
+        ends = ray.launch_on_nodes(
+            lambda ranks: (*words, str(ranks), *program),
+            nnodes=nnodes,
+            nproc=wanted.nproc,
+            show=_show,
+        )
+    except KeyboardInterrupt as interrupt:
+        return exits.of_signal((*interrupt.args, signal.SIGINT)[0])
+    return next((status for status, _ in filter(None, ends) if status), 0 if all(ends) else 1)
+
+
+def _show(fd: int, data: bytes) -> None:
+    stream = sys.stdout if fd == 1 else sys.stderr
+    stream.buffer.write(data)
+    stream.buffer.flush()
 
 
 def _memory(made: Plan, environ: Mapping[str, str]) -> str:

@@ -31,7 +31,7 @@ _SAME_NAME = (
     *("fresh", "preload", "port_range", "role", "max_restarts", "stall", "on_failure"),
     *("debug_rank", "run_dir", "log_dir", "redirects", "tee", "local_ranks_filter"),
     *("log_line_prefix_template", "virtual_local_rank", "plain", "quiet", "error_format"),
-    "dry_run",
+    *("dry_run", "engine"),
 )
 """Fields of `Options` that are an option's value as it is, and have its name."""
 
@@ -55,7 +55,7 @@ def read(line: CommandLine, detect: Callable[[], Cluster | None] = lambda: None)
     """
     values, given = parser.values(line, RUN), line.given
     one_node = values["standalone"] or ("nnodes" in given and values["nnodes"] == 1)
-    cluster = None if one_node else detect()
+    cluster = None if one_node or values["engine"] == "ray" else detect()
     lines = _fill_in(values, given, cluster) if cluster is not None else []
     notes = [
         f"{option.names[0]} has no effect here: {option.why}"

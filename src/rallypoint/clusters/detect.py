@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rallypoint.clusters.cluster import Cluster, Files
 
 MARKS = (
+    ("ray", ("RALLYPOINT_RAY",)),
     ("mpi", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK")),
     ("slurm", ("SLURM_JOB_ID", "SLURM_JOBID")),
     ("kubernetes", ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "LWS_GROUP_SIZE")),

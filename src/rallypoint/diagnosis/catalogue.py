@@ -62,6 +62,7 @@ _LISTED = (
     ),
     Cause("node-isolated", "this node was cut off from the others of its job", "machine"),
     Cause("lead-lost", "node 0, which leads the job, was lost", "machine"),
+    Cause("ray-unavailable", "a Ray cluster cannot be used, or has no room for the job", "machine"),
     Cause("join-timeout", "not all nodes of the job came in time", "machine"),
     Cause("job-complete", "a node came to a job that has all its nodes", "usage"),
     Cause("node-duplicate", "two nodes were started with the same number", "usage"),

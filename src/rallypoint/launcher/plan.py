@@ -99,6 +99,15 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = NODE_TIMEOUT
 
 
+class SettledNodes(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes of a call of `launch`, with all that is known before an agent starts."""
+
+    nodes: Nodes
+    secret: bytes
+    cluster: Cluster | None = None  # that has started the caller
+    listens: bool = False  # the caller has the listener of the lead
+
+
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the user's that the plan takes over as they are."""
 
@@ -223,6 +232,7 @@ class Options(Chosen, frozen=True, kw_only=True):
     """Options of the user's: each value valid by itself, not yet held against this machine."""
 
     nproc: int | Literal["auto", "cpu", "gpu"] | None = None  # None: not asked
+    engine: Literal["local", "ray"] = "local"  # what starts the nodes
     backend: str = ""  # that `launch` opens for the function; "": none
     fresh: bool = False
     preload: tuple[str, ...] = ()

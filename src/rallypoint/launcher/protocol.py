@@ -325,6 +325,7 @@ class Outcome(Packet):
 
     rank: int
     kind: Literal["value", "error"]
+    problem: str = ""  # why it did not come from the rank's node, and no descriptor comes along
 
 
 class Call(Packet):
@@ -345,6 +346,9 @@ class Call(Packet):
     )  # between SIGTERM and SIGKILL; None: 30 s, and next to nothing after `timeout`
     run_dir: str  # "": a folder that is removed again when all goes well
     port_range: tuple[int, int] | None
+    # Of a call on several nodes: `plan.SettledNodes` in msgpack; b"": one node. The last descriptor
+    # may be the listener of the lead.
+    nodes: bytes
     columns: int  # of the caller's terminal, 0 when there is none
     color: bool  # whether its stderr shows colours
 
@@ -373,11 +377,12 @@ class Verdict(msgspec.Struct, frozen=True):
     overdue: bool
     reports: tuple[Report, ...]
     text: str  # the reports, rendered
-    ends: tuple[
-        tuple[int, int] | None, ...
-    ]  # exit code and signal of each rank; None: it never started
+    # Exit code and signal of each rank of this node; None: it never started.
+    ends: tuple[tuple[int, int] | None, ...]
     run_dir: str
     usable: bool = True  # False: the standby ends, and takes no other call
+    first: int = 0  # number of the first rank of this node
+    size: int = 0  # number of results that the caller returns, of ranks from `first` on
 
 
 class Go(Packet):

@@ -18,7 +18,11 @@ from rallypoint.host import processes, signals
 from rallypoint.launcher import protocol
 from rallypoint.launcher.agent import helper_processes, supervisor
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
-from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
+from rallypoint.launcher.agent.launch_request import (
+    CallerGone,
+    LaunchRequest,
+    StoppedWhileJoining,
+)
 from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
 from rallypoint.launcher.agent.supervisor import Action, MakeReport
 from rallypoint.launcher.plan import Nodes, Plan, alone, at_node
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.job import Job
     from rallypoint.launcher.agent.other_nodes import OtherNodes
     from rallypoint.launcher.agent.process_handles import RankHandle
+    from rallypoint.launcher.job_diagnosis import Judgement
     from rallypoint.launcher.rendezvous_file import RendezvousFile
     from rallypoint.world import Seat
 
@@ -84,20 +89,12 @@ def run(plan: Plan, *, secret: bytes = b"", held: HeldPort | None = None) -> int
 
 def _run_with_others(plan: Plan, nodes: Nodes, secret: bytes, held: HeldPort | None) -> int:
     """Carry out this node's share of a job on several nodes."""
-    from rallypoint.launcher.agent.other_nodes import StoppedWhileJoining
     from rallypoint.launcher.nodes import endpoint
 
     with contextlib.ExitStack() as stack:
         # Before anything is started: what is wrong here is told at once.
-        nodes = msgspec.structs.replace(nodes, local_addr=endpoint.own_address(nodes))
         if not secret:
-            file = endpoint.secret_file(nodes, plan.cluster, os.environ)
-            nodes = msgspec.structs.replace(nodes, secret_file=file)
-            if file or not nodes.exchange:
-                secret = endpoint.job_secret(nodes, plan.cluster)
-        if nodes.exchange and held is None:
-            nodes, new, held = endpoint.handed_over(nodes, plan.port_range, os.environ)
-            secret = secret or new
+            nodes, secret, held = endpoint.settled(nodes, plan.cluster, plan.port_range)
         if held is not None:
             stack.callback(held.release)
         plan = msgspec.structs.replace(plan, nodes=nodes)
@@ -214,7 +211,7 @@ class Agent:
             for note in self.plan.notes:
                 say_directly(f"rallypoint: {note}")
         self.others = OtherNodes(self.plan, self._secret, clock, held)
-        seated = self.others.join(self._signals, template.pidfd)
+        seated = self.others.join(self._signals, template.pidfd, self.request)
         if seated is None:  # the template has ended: the loop tells why, without the others
             self.others.close()
             self.others = None
@@ -420,10 +417,16 @@ class Agent:
         else:
             misfit = job.rendezvous.cause_of_all() if action.reason == "failure" else None
             here = self._gather(action, spawned=misfit is not None)
+            if others is not None and action.reason == "overdue":
+                # The lead does not know how long this node's caller waits.
+                overdue = self._judgement(action, here, None).reports[0]
+                others.judge(msgspec.structs.replace(here, problem=overdue))
+                return
             if others is not None:
                 others.judge(here)
                 return
-            reports = self._judge(action, here, misfit)
+            found = self._judgement(action, here, misfit)
+            reports = reporter.show(found.reports, found.followed)
         job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
 
     def _asks(self, action: MakeReport) -> bool:
@@ -448,10 +451,10 @@ class Agent:
         self._reporter.has_gathered(here)
         return here
 
-    def _judge(
+    def _judgement(
         self, action: MakeReport, here: NodeEvidence, misfit: Misfit | None
-    ) -> tuple[Report, ...]:
-        """Judge and show what has happened on the only node; return the attempt's reports."""
+    ) -> Judgement:
+        """Return the judgement on what has happened, by the evidence of this node alone."""
         from rallypoint.launcher.job_diagnosis import job_evidence
 
         job, interrupted = self.job, action.reason == "interrupted"
@@ -465,8 +468,7 @@ class Agent:
             overdue=self._overdue if action.reason == "overdue" else 0.0,
             stop_reason=action.because,
         )
-        found = self._reporter.judge(evidence, misfit, all_again=self._asks(action))
-        return self._reporter.show(found.reports, found.followed)
+        return self._reporter.judge(evidence, misfit, all_again=self._asks(action))
 
     def _clean_up(self, action: supervisor.CleanUp) -> None:
         """End what the ranks left running, and this attempt's host. Every rank has ended."""

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 from collections.abc import Sequence
 
-from rallypoint.launcher import protocol
+from rallypoint.launcher import exits, protocol
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
-from rallypoint.launcher.protocol import Call, Outcome, Restarted
+from rallypoint.launcher.protocol import Call, Interrupt, Outcome, Restarted
 
 
 class CallerGone(Exception):
     """The caller of `launch` has ended: nobody waits for this job."""
+
+
+class StoppedWhileJoining(Exception):
+    """A signal came before all nodes had."""
+
+    def __init__(self, name: str) -> None:
+        self.status = exits.of_signal(signal.Signals[name])
+        super().__init__(name)
 
 
 class LaunchRequest:
@@ -44,6 +53,17 @@ class LaunchRequest:
         self.caller = caller
         self.helpers = helpers
         self.files_limit = files_limit
+
+    def filenos(self) -> tuple[int, int]:
+        """Return the descriptors that are readable when `stop_if_asked` is to be called."""
+        return self.line.fileno(), self.caller
+
+    def stop_if_asked(self) -> None:
+        """Read what the caller has sent. Raises `StoppedWhileJoining` or `CallerGone`."""
+        message, _ = protocol.receive(self.line)
+        if not isinstance(message, Interrupt):
+            raise CallerGone
+        raise StoppedWhileJoining(message.signal)
 
     def is_awaited(self) -> bool:
         """Return whether the caller lives and has not closed its line."""

@@ -12,6 +12,7 @@ import secrets
 import select
 import signal
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +30,8 @@ from rallypoint.launcher import exits
 from rallypoint.launcher.agent import evidence_collection, supervisor
 from rallypoint.launcher.agent.console import say_directly, shares_screen
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
+from rallypoint.launcher.agent.launch_request import LaunchRequest, StoppedWhileJoining
+from rallypoint.launcher.agent.results_elsewhere import ResultsElsewhere, pieces
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt, judge
 from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, StoodStill, looked
@@ -48,6 +51,7 @@ from rallypoint.launcher.nodes.messages import (
     Over,
     RankView,
     Refused,
+    ResultOf,
     RollCall,
     Seated,
     Sentence,
@@ -68,6 +72,7 @@ if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort
     from rallypoint.launcher.agent.job import Job
     from rallypoint.launcher.agent.process_handles import RankHandle
+    from rallypoint.launcher.protocol import Outcome
     from rallypoint.world import Seat
 
 ROLL_CALL_OF_NODES = 10.0
@@ -91,14 +96,6 @@ machine delays it by less.
 
 LEAVE_TIMEOUT = 5.0
 """Seconds that the lead waits at the end for the other nodes to leave."""
-
-
-class StoppedWhileJoining(Exception):
-    """A signal came before all nodes had."""
-
-    def __init__(self, name: str) -> None:
-        self.status = exits.of_signal(signal.Signals[name])
-        super().__init__(name)
 
 
 class OtherNodes:
@@ -125,6 +122,7 @@ class OtherNodes:
         self._evidence = NodeEvidence()
         self._sentence: Sentence | None = None  # that came before this node was ready for it
         self._waits_for_sentence = False
+        self._results = ResultsElsewhere()
         self._lead_host = ""
         self._lease_due = 0.0  # when this node is to look at its lease
         self._stood_still = 0.0  # seconds for which this launcher stood still, and was lost by it
@@ -153,14 +151,17 @@ class OtherNodes:
 
     # --- joining
 
-    def join(self, signals: SignalLog, template: int) -> Seated | None:
+    def join(
+        self, signals: SignalLog, template: int, request: LaunchRequest | None
+    ) -> Seated | None:
         """Wait for this node's seat. None when the template (`template` is its pidfd) has ended:
         there is nothing to join with. A notice is left for the job's loop.
 
-        Raises `StoppedWhileJoining`, or the error that says why this node has no place.
+        Raises `StoppedWhileJoining`, `CallerGone` of a `request`, or the error that says why this node has no place.
         """
         poll = select.poll()
-        for fd in (self._membership.fileno(), signals.fileno(), template):
+        asking = request.filenos() if request is not None else ()
+        for fd in (self._membership.fileno(), signals.fileno(), template, *asking):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
         told, notices = ROLL_CALL_OF_NODES, []
@@ -173,6 +174,8 @@ class OtherNodes:
                     os.kill(os.getpid(), signal.SIGSTOP)  # it stands here until SIGCONT
                 elif one != signal.SIGCHLD:
                     raise StoppedWhileJoining(one.name)
+            if request is not None and ready.intersection(asking):
+                request.stop_if_asked()
             if template in ready:
                 return None
             for heard in self._membership.read():
@@ -219,6 +222,7 @@ class OtherNodes:
 
     def close(self) -> None:
         """Leave the job."""
+        self._results.close()
         self._membership.close(LEAVE_TIMEOUT)
 
     # --- hearing
@@ -263,6 +267,8 @@ class OtherNodes:
                 self._answer(heard)
             case Standings():
                 self._hear_standings(heard)
+            case ResultOf() if job.request is not None:
+                self._results.take(heard, job.request)
             case StallOver(ranks):
                 if job.is_running and not self._shares_screen():
                     job.reporter.report_moved(ranks)
@@ -370,6 +376,12 @@ class OtherNodes:
     def go_on(self, ranks: tuple[int, ...]) -> None:
         """Tell the lead that these ranks have moved since."""
         self._membership.send(GoesOn(self._job.seat.node, ranks))
+
+    def pass_result(self, outcome: Outcome, fds: Sequence[int]) -> None:
+        """Send what a rank of `launch` has returned or raised to the caller on node 0."""
+        if self._job.seat.node > 0:
+            for piece in pieces(outcome, fds):
+                self._membership.send(piece)
 
     # --- the report
 

@@ -115,6 +115,8 @@ class WorkerMessages:
             case NotExecuted(number):
                 handle.not_executed = number
             case Outcome() if job.request is not None:
+                if job.others is not None:
+                    job.others.pass_result(message, fds)
                 job.request.tell(message, fds)
                 for fd in fds:
                     os.close(fd)

@@ -252,7 +252,7 @@ def _silent(agent: agent_pool.PooledAgent) -> Verdict:
 # --- the outcome ---
 
 
-def results_of(nproc: int, end: CallEnd) -> list[Any] | BaseException:
+def results_of(end: CallEnd) -> list[Any] | BaseException:
     """Return the results, or the exception that `launch` itself raises, with no frame below."""
     verdict, outcomes, interrupted = end
     if interrupted:
@@ -273,7 +273,7 @@ def results_of(nproc: int, end: CallEnd) -> list[Any] | BaseException:
     elif unread:
         return next(iter(unread.values()))
     else:
-        return [values.get(rank) for rank in range(nproc)]
+        return [values.get(rank) for rank in range(verdict.first, verdict.first + verdict.size)]
     for rank, problem in unread.items():
         result.add_note(f"  then   the result of rank {rank} is left out: {problem}")
     return result
@@ -289,6 +289,13 @@ def _unpacked(
     unread: dict[int, Exception] = {}
     for rank in sorted(outcomes):
         outcome, held = outcomes.pop(rank)
+        if outcome.problem:
+            unread[rank] = UsageError(
+                "result-unsupported",
+                f"what rank {rank} {'returned' if outcome.kind == 'value' else 'raised'} stays on its node: {outcome.problem}",
+                help=(("write it to a file on a shared disk, and return the path", ""),),
+            )
+            continue
         if outcome.kind == "error":
             errors[rank] = payload.unpack_error(held.give())
             continue
@@ -326,7 +333,8 @@ def _member(rank: int, verdict: Verdict, error: BaseException | None) -> Excepti
         other.__cause__ = error.__cause__
         return other
     report = next(report for report in verdict.reports if rank in report.ranks)
-    ended = verdict.ends[rank] if rank < len(verdict.ends) else None
+    place = rank - verdict.first
+    ended = verdict.ends[place] if 0 <= place < len(verdict.ends) else None
     code, number = ended or (0, 0)
     # The headline of such a report says the same.
     plain = report.code in ("rank-killed", "rank-exited") and len(report.ranks) == 1

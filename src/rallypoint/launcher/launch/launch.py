@@ -18,13 +18,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
+from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.launcher import nested_launch
 from rallypoint.launcher.launch import agent_pool
 from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, threads_of_a_rank
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.launch.agent_pool import PooledAgent
+    from rallypoint.launcher.protocol import Call
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "fake", "auto")
 """Backends of torch, and `auto`. A pair such as "cpu:gloo,cuda:nccl" is not checked."""
@@ -50,6 +57,11 @@ def launch(
     env: Mapping[str, str | None] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     port_range: tuple[int, int] | None = None,
+    nnodes: int = 1,
+    node_rank: int | None = None,
+    rdzv_endpoint: str = "",
+    secret_file: str | os.PathLike[str] = "",
+    engine: Literal["local", "ray"] = "local",
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in `nproc` processes of this machine, and return what it returned
     in each, by rank.
@@ -75,6 +87,14 @@ def launch(
     the port at which the ranks meet is one of these, both ends included; what gloo and NCCL listen
     on in the ranks the kernel chooses.
 
+    With `nnodes` the job has so many nodes of `nproc` ranks each, and the program runs on each of
+    them and makes the same call. `rdzv_endpoint` ("node0:29400") is where they find each other,
+    `node_rank` the place of this one (0 leads), `secret_file` the secret that they share; the
+    variables PET_RDZV_ENDPOINT, PET_NODE_RANK and RALLYPOINT_SECRET_FILE say the same. On node 0
+    the call returns the results of all ranks, on the other nodes those of their own ranks. A result
+    from another node may have 64 MiB. With `engine="ray"` one call in a program on a Ray cluster
+    starts a launcher on each of `nnodes` nodes, and returns the results of all ranks.
+
     Raises WorkerError when ranks fail, LaunchTimeout after `timeout`, KeyboardInterrupt after
     Ctrl-C (the ranks were stopped, and where they were is on stderr); before anything of the
     caller's starts UsageError for what cannot be called or cannot cross (`launch-argument`,
@@ -86,12 +106,21 @@ def launch(
     try:
         _refuse_recursion()
         _check(nproc, backend, max_restarts, on_failure, preload)
+        _check_nodes(nnodes, engine)
         whole, part = _times(timeout, grace)
         group_timeout = _seconds("backend_timeout", backend_timeout)
         ports = _ports(port_range)
         folder = os.getcwd()  # FileNotFoundError when it was removed
-        environment = _environment(env, nproc)
-        agent = agent_pool.acquire(tuple(preload), environment)
+        environment = environment_of_ranks(env, nproc)
+        nodes, listener = b"", OwnedFds()
+        if nnodes > 1 and engine == "local":
+            from rallypoint.launcher.launch import several_nodes
+
+            nodes, listener = several_nodes.settle(
+                nnodes, node_rank, rdzv_endpoint, os.fspath(secret_file), whole, ports
+            )
+        # On Ray the agents are elsewhere.
+        agent = agent_pool.acquire(tuple(preload), environment) if engine == "local" else None
         try:
             # Loaded while the template imports torch.
             from rallypoint.launcher import exception_capture
@@ -103,11 +132,12 @@ def launch(
             called = inspection.bind(fn, args, kwargs, pass_rank=pass_rank)
             packed = payload.pack_call(fn, called.args, called.kwargs)
         except BaseException:
-            agent_pool.release(agent)  # nothing was asked of it: the next call is faster
+            if agent is not None:
+                agent_pool.release(agent)  # nothing was asked of it: the next call is faster
             raise
     except UsageError as problem:  # where it was noticed says nothing: the traceback ends here
         raise problem.with_traceback(None) from problem.__cause__
-    with packed:
+    with packed, listener:
         request = Call(
             task=Task(
                 name=called.name,
@@ -116,7 +146,6 @@ def launch(
                 payload_fds=len(packed.fds),
                 folder=folder,
                 paths=tuple(path for path in sys.path if isinstance(path, str)),
-                without=tuple(name for name in agent.environment if name not in environment),
                 pass_rank=pass_rank,
                 backend=backend or "",
                 backend_timeout=group_timeout,
@@ -124,11 +153,7 @@ def launch(
             ),
             preload=tuple(preload),
             nproc=nproc,
-            environment={
-                name: value
-                for name, value in environment.items()
-                if agent.environment.get(name) != value
-            },
+            environment={},
             max_restarts=max_restarts,
             on_failure=on_failure,
             asked=asked,
@@ -136,17 +161,36 @@ def launch(
             grace=part,
             run_dir=os.fspath(os.path.abspath(run_dir)) if run_dir is not None else "",
             port_range=ports,
+            nodes=nodes,
             columns=0,
             color=False,
         )
-        end = LaunchCall(agent).run(request, packed.fds)
-    results = results_of(nproc, end)
+        if agent is None:
+            from rallypoint.launcher.launch import on_ray
+
+            end = on_ray.carry_out(request, packed, nnodes, dict(env or {}))
+        else:
+            request = request_to(agent, request, environment)
+            end = LaunchCall(agent).run(request, [*packed.fds, *listener.fds])
+    results = results_of(end)
     if isinstance(results, BaseException):
         try:
             raise results
         finally:
             del results  # it, and this frame in its traceback, would keep each other
     return results
+
+
+def request_to(agent: PooledAgent, request: Call, environment: Mapping[str, str]) -> Call:
+    """Return the request with what differs between this environment and that of the agent."""
+    had = agent.environment
+    return msgspec.structs.replace(
+        request,
+        task=msgspec.structs.replace(
+            request.task, without=tuple(name for name in had if name not in environment)
+        ),
+        environment={name: value for name, value in environment.items() if had.get(name) != value},
+    )
 
 
 def _sources(fn: Any) -> tuple[tuple[str, str], ...]:
@@ -223,6 +267,19 @@ def _check(
         raise TypeError(f"preload={preload!r}: a list of module names")
 
 
+def _check_nodes(nnodes: object, engine: object) -> None:
+    if isinstance(nnodes, bool) or not isinstance(nnodes, int):
+        raise TypeError(f"nnodes={nnodes!r}: a number of nodes is an int")
+    if nnodes < 1:
+        raise UsageError("usage", f"nnodes={nnodes}: at least 1")
+    if engine not in ("local", "ray"):
+        raise UsageError(
+            "usage",
+            f"engine={engine!r} is none that there is: it is 'local' or 'ray'",
+            help=(("leave it out, for launchers that were started on each node", ""),),
+        )
+
+
 def _times(timeout: Any, grace: Any) -> tuple[float | None, float | None]:
     """Return the seconds of the call, and those of its end."""
     whole, part = _seconds("timeout", timeout), _seconds("grace", grace)
@@ -263,7 +320,7 @@ def _seconds(name: str, given: Any) -> float | None:
     return positive(name, given)
 
 
-def _environment(env: Mapping[str, str | None] | None, nproc: int) -> dict[str, str]:
+def environment_of_ranks(env: Mapping[str, str | None] | None, nproc: int) -> dict[str, str]:
     """Return the variables that all ranks have."""
     environment = dict(os.environ)
     for name, value in (env or {}).items():

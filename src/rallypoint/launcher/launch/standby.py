@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import os
 import select
+import socket
 import sys
 from collections.abc import Iterable
 
@@ -21,13 +22,18 @@ from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import RallypointError
 from rallypoint.host import devices, processes
+from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import exception_capture, plan, preload_parts, protocol, torch_version
 from rallypoint.launcher.agent import helper_processes
 from rallypoint.launcher.agent.agent import Agent
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
-from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
+from rallypoint.launcher.agent.launch_request import (
+    CallerGone,
+    LaunchRequest,
+    StoppedWhileJoining,
+)
 from rallypoint.launcher.launch.standby_main import Terms
-from rallypoint.launcher.plan import Machine, Options, Plan
+from rallypoint.launcher.plan import Machine, Options, Plan, SettledNodes
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import Call, Finished, Packet, Ready, Verdict
 from rallypoint.record import run_folder
@@ -129,6 +135,10 @@ class _Standby:
                 )
             self._helpers.dismiss_template()
         self._set_up_template(call)
+        settled = msgspec.msgpack.decode(call.nodes, type=SettledNodes) if call.nodes else None
+        held = None
+        if settled is not None and settled.listens:
+            held = HeldPort(socket.socket(fileno=fds.pop()))
         request = LaunchRequest(
             call,
             fds,
@@ -141,8 +151,11 @@ class _Standby:
         with contextlib.closing(request):
             agent = None
             try:
-                made = self._plan(call)
-                agent = Agent(made, request)
+                made = self._plan(call, settled)
+                secret = settled.secret if settled is not None else b""
+                agent = Agent(made, request, held=held, secret=secret)
+            except StoppedWhileJoining as stopped:
+                verdict = Verdict(stopped.status, True, False, (), "", (), "")
             except RallypointError as problem:
                 report = _for_python(render.report_of(problem))
                 verdict = Verdict(report.exit_status, False, False, (report,), str(problem), (), "")
@@ -151,11 +164,14 @@ class _Standby:
                     status = agent.run()
                 finally:
                     agent.close()
-                verdict = _verdict(agent, made, status)
+                verdict = _verdict(agent, status)
                 lost = agent.job.lost.name if agent.job.lost is not None else ""
                 if agent.job.problem is not None or lost == "template":
                     # it may be about to end: the next call gets a new one
                     self._helpers.dismiss_template()
+            finally:
+                if held is not None:
+                    held.release()
         if verdict.status == 0 and not call.run_dir:
             # The caller waits, and the disk may have died meanwhile.
             with contextlib.suppress(TimeoutError):
@@ -181,7 +197,7 @@ class _Standby:
                 )
             )
 
-    def _plan(self, call: Call) -> Plan:
+    def _plan(self, call: Call, settled: SettledNodes | None) -> Plan:
         self._calls += 1
         environ = {**os.environ, **call.environment}
         for name in call.task.without:
@@ -195,6 +211,8 @@ class _Standby:
             on_failure=call.on_failure,
             run_dir=call.run_dir,
             port_range=call.port_range,
+            nodes=settled.nodes if settled is not None else None,
+            cluster=settled.cluster if settled is not None else None,
             quiet=True,
         )
         if call.grace is not None:
@@ -246,7 +264,7 @@ def _for_python(report: Report) -> Report:
     return msgspec.structs.replace(report, help=help)
 
 
-def _verdict(agent: Agent, made: Plan, status: int) -> Verdict:
+def _verdict(agent: Agent, status: int) -> Verdict:
     reports = tuple(agent.reports)
     overdue = any(report.code == "launch-timeout" for report in reports)
     ends = tuple(
@@ -255,6 +273,16 @@ def _verdict(agent: Agent, made: Plan, status: int) -> Verdict:
     )
     text = render.text(reports, color=False) if reports else ""
     usable = agent.job.lost is None or agent.job.lost.name != "guard"
+    seat = agent.job.seat
     return Verdict(
-        status, bool(agent.signalled_by), overdue, reports, text, ends, made.run_dir, usable
+        status,
+        bool(agent.signalled_by),
+        overdue,
+        reports,
+        text,
+        ends,
+        agent.plan.run_dir,
+        usable,
+        seat.ranks.start,
+        seat.world.size if seat.node == 0 else len(seat.ranks),
     )

@@ -54,6 +54,23 @@ def job_secret(nodes: Nodes, cluster: Cluster | None = None) -> bytes:
     )
 
 
+def settled(
+    nodes: Nodes, cluster: Cluster | None, port_range: tuple[int, int] | None
+) -> tuple[Nodes, bytes, HeldPort | None]:
+    """Return the nodes with what has to be known before a launcher starts anything: the secret, and
+    where a cluster hands the place over, that and the listener of node 0. Raises as `job_secret`.
+    """
+    secret, held = b"", None
+    file = secret_file(nodes, cluster, os.environ)
+    nodes = msgspec.structs.replace(nodes, local_addr=own_address(nodes), secret_file=file)
+    if file or not nodes.exchange:
+        secret = job_secret(nodes, cluster)
+    if nodes.exchange:
+        nodes, new, held = handed_over(nodes, port_range, os.environ)
+        secret = secret or new
+    return nodes, secret, held
+
+
 def handed_over(
     nodes: Nodes, port_range: tuple[int, int] | None, environ: Mapping[str, str]
 ) -> tuple[Nodes, bytes, HeldPort | None]:

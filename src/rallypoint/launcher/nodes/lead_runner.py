@@ -37,6 +37,7 @@ from rallypoint.launcher.nodes.messages import (
     Ping,
     Pong,
     Reachable,
+    ResultOf,
     Sentence,
 )
 from rallypoint.launcher.nodes.refusals import Decision, Refuse
@@ -297,6 +298,9 @@ class LeadRunner:
             self._applicants[event.applicant.id] = event.applicant
         elif isinstance(event, joining.Went):
             self._went(event.id)
+        elif isinstance(event, ResultOf):
+            self._send_to(0, event)
+            return
         now = self._clock.monotonic()
         if self._lead is not None:
             for decision in self._lead.handle(event, now):

@@ -187,6 +187,18 @@ class GoesOn(NodeMessage):
     ranks: tuple[int, ...]
 
 
+class ResultOf(NodeMessage):
+    """Piece of what the function of `launch` has returned or raised in a rank of another node. The
+    lead passes it on to node 0, where the caller gets the whole.
+    """
+
+    rank: int
+    kind: Literal["value", "error"]
+    data: bytes = b""
+    is_last: bool = True
+    problem: str = ""  # why nothing more comes of it
+
+
 # --- lead -> member
 
 
