@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.host import processes, unix_sockets
 from rallypoint.launcher.exits import describe
-from rallypoint.store.discovery import SECRET_BYTES, new_secret
+from rallypoint.store.discovery import SECRET_FILE_BYTES, new_secret
 
 if TYPE_CHECKING:
     from rallypoint.launcher.agent.process_handles import RankHandle
@@ -81,7 +81,7 @@ class JobStore:
 
         server = Server(
             listeners=self._listeners,
-            secret=os.pread(self.secret, SECRET_BYTES, 0),
+            secret=os.pread(self.secret, SECRET_FILE_BYTES, 0),
             job=self._job,
             address=self.address,
             identity=self._identity,
