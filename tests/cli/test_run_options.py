@@ -44,12 +44,22 @@ def test_a_way_to_meet_that_is_not_built_is_refused(line: str) -> None:
             {"join_timeout": 30.0, "is_host": True, "timeout": 10.0, "local_addr": "::1"},
         ),
         ("--nnodes 2 --rdzv-conf timeout=30", {"join_timeout": 30.0}),
+        ("--nnodes 2 --tls", {"tls": True}),
+        ("--nnodes 2", {"tls": False}),
     ],
 )
 def test_nodes_that_find_each_other(line: str, nodes: dict[str, object]) -> None:
     found = parse(f"{line} train.py").nodes
     assert found is not None
     assert {name: getattr(found, name) for name in nodes} == nodes
+
+
+def test_tls_says_which_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rallypoint.cli.run_options.find_spec", lambda name: None)
+    error = refused("--nnodes 2 --tls train.py")
+    assert error.code == "usage"
+    assert any("rallypoint[tls]" in command for _, command in error.help)
+    assert parse("--nnodes 2 train.py").nodes is not None
 
 
 @pytest.mark.parametrize(
