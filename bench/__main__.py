@@ -131,6 +131,8 @@ CASES: dict[str, dict[str, Plan]] = {
         "nodes-2x2": Plan(_nodes(2, 2), 3),
         "nodes-2x8": Plan(_nodes(2, 8), 3, quick=0),
         **{name: Plan(_fault(name), 2) for name in nodes.CASES},
+        "tls-joining-512": Plan(lambda turns, quick: nodes.joining(512, turns), 3, quick=0),
+        "tls-values": Plan(lambda turns, quick: nodes.values(turns, seconds=_short(quick, 1.0)), 3),
     },
     "store": {
         "latency": Plan(

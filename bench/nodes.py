@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.nodes.netns import Cluster, Node
 
-from bench import harness
+from bench import harness, store
 from bench.harness import JOBS, Run, rallypoint, say, torchrun
 from bench.samples import Sample, Value
 
@@ -26,6 +26,9 @@ OURS, C10D, STATIC = "rallypoint", "torchrun c10d", "torchrun static"
 
 IMPORT = "import torch"
 """An interpreter per processor that imports torch: no launcher can start ranks sooner."""
+
+TLS = "rallypoint, TLS"
+"""A client from another host with `--tls`; without it that is `store.TCP`."""
 
 PORT = 29500
 
@@ -254,6 +257,33 @@ def _times(
         "gone": last([ended[hit]]),
         "waiting": sum(moment is None for moment in others(ended)),
     }
+
+
+# --- TLS
+
+
+def joining(clients: int, turns: int) -> Iterator[Sample]:
+    """Seconds until so many processes have connected to one server, and passed a barrier: as the
+    launchers of a job do at the lead, here over loopback.
+    """
+
+    def one(party: str, turn: int) -> Sample:
+        return store.sampled(
+            party, turn, store.crowd(party, "join", clients, limit=300.0), store.joined
+        )
+
+    yield from store.take_turns(turns, (store.TCP, TLS), one)
+
+
+def values(turns: int, *, seconds: float = 1.0) -> Iterator[Sample]:
+    """Bytes per second of one client that writes a large value, and reads it."""
+    sizes = (store.BULK_BYTES,)
+
+    def one(party: str, turn: int) -> Sample:
+        outcome = store.crowd(party, "values", 1, sizes=sizes, seconds=seconds, most=2000)
+        return store.sampled(party, turn, outcome, store.bytes_per_second)
+
+    yield from store.take_turns(turns, (store.TCP, TLS), one)
 
 
 def _shown(values: Mapping[str, Value]) -> str:

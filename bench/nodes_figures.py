@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench.nodes import C10D, CASES, IMPORT, OURS, STATIC, WAIT
+from bench import store
+from bench.nodes import C10D, CASES, IMPORT, OURS, STATIC, TLS, WAIT
 from bench.samples import Case
 from bench.tables import Bound, Row, Table, seconds, times
 
@@ -34,7 +35,7 @@ WORDS = {
 
 def tables(cases: Mapping[str, Case]) -> list[Table]:
     """Every table, also those without a row."""
-    return [_start(cases), _faults(cases)]
+    return [_start(cases), _faults(cases), _tls(cases)]
 
 
 def _start(cases: Mapping[str, Case]) -> Table:
@@ -91,6 +92,37 @@ def _faults(cases: Mapping[str, Case]) -> Table:
         ("what", "launcher", "others know after", "others free after", "own ranks gone after"),
         tuple(rows),
     )
+
+
+def _tls(cases: Mapping[str, Case]) -> Table:
+    rows = []
+    if case := cases.get("tls-joining-512"):
+        ratio = case.ratio(TLS, store.TCP, "seconds")
+        cells = (
+            "512 clients join",
+            *(seconds(case, who) for who in (TLS, store.TCP)),
+            times(ratio),
+        )
+        rows.append(Row(cells, (Bound("<= 2 x without", ratio, 2),), case))
+    if case := cases.get("tls-values"):
+        for what, name in (("a value is written", "set"), ("a value is read", "get")):
+            key = f"{name}_{store.BULK_BYTES}"
+            rate = case.median(TLS, key)
+            rates = (_gigabytes(rate), _gigabytes(case.median(store.TCP, key)))
+            cells = (what, *rates, times(case.ratio(TLS, store.TCP, key)))
+            bound = Bound(">= 0.4 GB/s", None if rate is None else rate / 1e9, 0.4, at_least=True)
+            rows.append(Row(cells, (bound,), case))
+    return Table(
+        "Several nodes: what TLS costs",
+        "A server in a process of its own, and clients in processes of theirs, over loopback. Joining is over when the last of 512 "
+        "processes has connected and passed a barrier of all. A value has 64 MiB; both sides of its encryption run on this machine.",
+        ("what", "with --tls", "without", "with / without"),
+        tuple(rows),
+    )
+
+
+def _gigabytes(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.2f} GB/s"
 
 
 def _cell(case: Case, who: str, point: str) -> str:

@@ -252,6 +252,7 @@ def percentile(times: list[float], share: float) -> float:
 
 def start_server(party: str) -> tuple[subprocess.Popen[bytes], Spec]:
     kind = "rallypoint" if party.startswith("rallypoint") else "TCPStore"
+    kind = party if party.endswith("TLS") else kind
     command = [sys.executable, str(Path(__file__).parent / "store_server.py"), kind]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdout is not None
@@ -368,7 +369,8 @@ def main() -> int:
         # As torch is: the clients' own import is not what is measured.
         import rallypoint.primitives.barrier
         import rallypoint.primitives.lock
-        import rallypoint.primitives.store  # noqa: F401
+        import rallypoint.primitives.store
+        import rallypoint.store.tls  # noqa: F401
     gc.collect()
     gc.freeze()
     clients = fork_clients(spec, where)

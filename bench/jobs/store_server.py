@@ -1,4 +1,5 @@
-"""A store's server, alone in its process. Argument: rallypoint (torch is not imported) or TCPStore.
+"""A store's server, alone in its process. Argument: rallypoint (torch is not imported), the same with
+TLS, or TCPStore.
 
 One line of JSON on stdout says where it is; it serves until its standard input ends.
 """
@@ -9,6 +10,7 @@ import json
 import resource
 import sys
 import threading
+from functools import partial
 
 MAX_BYTES = "4GiB"  # a value of 1 GB, the one that it replaces, and room; the same on every machine
 
@@ -28,10 +30,12 @@ def say(**where: str | int) -> None:
     print(json.dumps(where), flush=True)
 
 
-def rallypoint_server() -> None:
+def rallypoint_server(*, tls: bool = False) -> None:
     import rallypoint
+    from rallypoint.store.certificate import new_identity
 
-    server = rallypoint.Server(max_bytes=MAX_BYTES)
+    identity = new_identity() if tls else None
+    server = rallypoint.Server(max_bytes=MAX_BYTES, identity=identity)
 
     def stop_with_stdin() -> None:
         sys.stdin.read()
@@ -53,4 +57,9 @@ def tcp_store() -> None:
 
 if __name__ == "__main__":
     open_files()
-    {"rallypoint": rallypoint_server, "TCPStore": tcp_store}[sys.argv[1]]()
+    servers = {
+        "rallypoint": rallypoint_server,
+        "rallypoint, TLS": partial(rallypoint_server, tls=True),
+        "TCPStore": tcp_store,
+    }
+    servers[sys.argv[1]]()

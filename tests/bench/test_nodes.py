@@ -4,7 +4,7 @@ from bench.nodes_soak import truths
 from bench.samples import Case, Sample, Value
 from bench.tables import text
 
-from bench import nodes, nodes_figures
+from bench import nodes, nodes_figures, store
 
 
 def lines(name: str, **taken: list[dict[str, Value]]) -> list[str]:
@@ -54,6 +54,29 @@ def test_times_are_of_the_slowest_other_node() -> None:
     found = nodes._times(100.0, 0, [None, None, 103.0], [None, 100.5, None])
     assert (found["known"], found["free"], found["gone"]) == (None, None, None)
     assert found["waiting"] == 1
+
+
+def test_tls_is_compared_with_none() -> None:
+    case = Case("tls-joining-512", "command", "", {}, (0.0, 0.0))
+    case.samples.extend(
+        [
+            Sample(nodes.TLS, 0, {"seconds": 3.0}),
+            Sample(store.TCP, 0, {"seconds": 2.0}),
+        ]
+    )
+    rates = Case("tls-values", "command", "", {}, (0.0, 0.0))
+    key = str(store.BULK_BYTES)
+    rates.samples.extend(
+        [
+            Sample(nodes.TLS, 0, {f"set_{key}": 0.5e9, f"get_{key}": 0.3e9}),
+            Sample(store.TCP, 0, {f"set_{key}": 2e9, f"get_{key}": 1e9}),
+        ]
+    )
+    made = nodes_figures.tables({case.name: case, rates.name: rates})[-1]
+    joining, written, read = text(made).splitlines()[2:]
+    assert "| 512 clients join | 3.00 s | 2.00 s | 1.50 x | <= 2 x without | yes |" in joining
+    assert "| 0.50 GB/s | 2.00 GB/s | 0.25 x | >= 0.4 GB/s | yes |" in written
+    assert "| **no** |" in read
 
 
 def test_who_must_say_what_after_a_fault() -> None:
