@@ -219,3 +219,11 @@ def test_the_end_of_an_attempt_is_that_of_its_own_cause() -> None:
     ]
     assert [found.status for found in judged] == [3, 3, 137]
     assert judged[0].at == 1.0
+
+
+def test_a_notice_says_how_long_the_cluster_lets_the_job_go_on() -> None:
+    said: list[str] = []
+    screen: Any = SimpleNamespace(remark=said.append)
+    console.Console.say_notice(screen, "SIGUSR1", [0], [], "Slurm ends it in 60 s")
+    console.Console.say_notice(screen, "SIGUSR1", [0], [])
+    assert ["Slurm ends it in 60 s" in line for line in said] == [True, False]

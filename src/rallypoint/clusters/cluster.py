@@ -56,7 +56,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     ends: float | None = None  # time at which the cluster ends the job
     # Seconds between SIGTERM and SIGKILL by the cluster, when it ends the job.
     kill_after: float | None = None
-    requeues: bool = False  # the cluster starts the job again after exit status 75
     left_over: bool = False  # its variables are a shell's: it has not started this process
     because: tuple[str, ...] = ()  # facts with their sources, for --dry-run
     notes: tuple[str, ...] = ()  # lines that are said at the start

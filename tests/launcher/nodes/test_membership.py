@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rallypoint.clock import Clock
+from rallypoint.clusters.secret_source import key_path
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.errors import UsageError
 from rallypoint.host import ports
@@ -218,3 +220,23 @@ def test_jobs_without_a_name_are_told_apart_by_their_ports() -> None:
     one, two = (Nodes(count=2, ports=tuple(range(at, at + 8))) for at in (29501, 29502))
     assert endpoint.job_name(one) != endpoint.job_name(two)
     assert endpoint.job_name(Nodes(count=2, job="7")) == "7"
+
+
+def test_a_key_file_that_differs_is_a_home_that_is_not_shared() -> None:
+    """Each node has made a key of its own, and the user has named no file that could be copied."""
+    with Server(secret=SECRET, job="7", local=False) as server:
+        port = int(server.address.rpartition(":")[2])
+        nodes = Nodes(count=2, rank=1, ports=(port,), secret_file=key_path(os.environ))
+        settings = Settings(
+            "7", "7", b"of another home's key file", 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py"
+        )
+        applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
+        membership = Membership(nodes, settings, applicant, no_judge, Clock())
+        try:
+            assert select.select([membership.fileno()], [], [], 10.0)[0]
+            (heard,) = membership.read()
+        finally:
+            membership.close(1.0)
+    assert isinstance(heard, LeadLost)
+    assert heard.problem is not None
+    assert "home folder may not be shared" in str(heard.problem.why)

@@ -566,10 +566,13 @@ class Agent:
         """Hand on that a batch system will end the job soon. The job goes on."""
         self.job.starter.noticed = True
         handed = {handle.rank: handle.notice(name) for handle in self._living()}
+        cluster = self.plan.cluster
+        left = cluster.ends - self._loop.clock.wall() if cluster and cluster.ends else 0.0
         self._console.say_notice(
             name,
             [rank for rank, handles in handed.items() if handles],
             [rank for rank, handles in handed.items() if not handles],
+            f"{cluster.name} ends it in {left:.0f} s" if cluster and left > 0.0 else "",
         )
 
     def _suspend(self) -> None:

@@ -241,11 +241,14 @@ class Console:
             f"(attempt {attempt} of {self._plan.max_restarts})"
         )
 
-    def say_notice(self, name: str, handed: Sequence[int], others: Sequence[int]) -> None:
+    def say_notice(
+        self, name: str, handed: Sequence[int], others: Sequence[int], until: str = ""
+    ) -> None:
         """Say that a notice came and was handed to ranks, except `others`, which have no handler
-        for it.
+        for it. `until`: words about the time that is left.
         """
-        parts = [f"handed to {ranks_phrase(handed)}"] if handed else []
+        parts = [until] if until else []
+        parts += [f"handed to {ranks_phrase(handed)}"] if handed else []
         has, them = ("has", "it") if len(others) == 1 else ("have", "them")
         parts += (
             [
