@@ -70,9 +70,11 @@ def mpirun(name: str, folder: Path, shell: Path, hosts: Sequence[str], tasks: in
     if name == "mpich":
         way = ["-launcher", "ssh", "-launcher-exec", str(shell), "-hosts", each]
         return [f"{folder}/bin/mpiexec", *way, *number]
+    # The nodes of a test share the processors, and mpirun would bind both to the first.
+    free = ["--bind-to", "none"]
     kind, agent = ("prtemca", "plm_ssh") if name == "openmpi5" else ("mca", "plm_rsh")
     way = ["--allow-run-as-root", f"--{kind}", f"{agent}_agent", str(shell), "--host", each]
-    return [f"{folder}/bin/mpirun", *way, *number]
+    return [f"{folder}/bin/mpirun", *way, *free, *number]
 
 
 class Mpi:

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -54,11 +54,12 @@ MPICH = {
 class Files:
     """Machine of which every descriptor is open, or none."""
 
-    def __init__(self, is_open: bool = True) -> None:
+    def __init__(self, is_open: bool = True, files: Mapping[str, str] = {}) -> None:
         self.opened = is_open
+        self.files = files
 
     def text(self, path: str) -> str:
-        return ""
+        return self.files.get(path, "")
 
     def is_open(self, fd: int) -> bool:
         return self.opened
@@ -159,6 +160,24 @@ def test_a_step_of_slurms_that_has_pmi_is_slurms() -> None:
     assert found({**MPICH, "SLURM_STEP_ID": "0"}).name == "MPICH"  # mpiexec calls srun
 
 
+@pytest.mark.parametrize(
+    ("rank", "own", "daemon", "lines"),
+    [("0", "3", "0-7", 1), ("1", "3", "0-7", 0), ("0", "0-3", "0-7", 0), ("0", "3", "3", 0)],
+)
+def test_a_task_that_is_bound_to_one_processor_is_told(
+    rank: str, own: str, daemon: str, lines: int
+) -> None:
+    """mpirun binds one or two tasks on a host to a processor each, with all that they start."""
+    processes = {
+        "/proc/self/status": f"Name:\trallypoint\nPPid:\t7\nCpus_allowed_list:\t{own}\n",
+        "/proc/7/status": f"Name:\tsh\nPPid:\t6\nCpus_allowed_list:\t{own}\n",
+        "/proc/6/status": f"Name:\tprted\nPPid:\t1\nCpus_allowed_list:\t{daemon}\n",
+    }
+    cluster = look({**OPEN_MPI_5, "OMPI_COMM_WORLD_RANK": rank}, Files(files=processes))
+    assert cluster is not None
+    assert len(cluster.notes) == lines
+
+
 # --- PMI
 
 
@@ -167,13 +186,11 @@ class Launcher:
 
     def __init__(self, answers: dict[str, str]) -> None:
         self.said: list[str] = []
-        self.own, self._theirs = socket.socketpair()
+        self.own, theirs = socket.socketpair()
+        self.fd = theirs.detach()
         self._answers = answers
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-
-    def environ(self) -> dict[str, str]:
-        return {"PMI_FD": str(os.dup(self._theirs.fileno()))}
 
     def _run(self) -> None:
         kept: dict[str, str] = {}
@@ -192,9 +209,7 @@ class Launcher:
         self.own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._theirs.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._theirs.close()
         self.own.close()
 
 
@@ -214,7 +229,10 @@ def shared(text: str, step: str = "", answer: str | None = None, timeout: float 
     answers = {**ANSWERS, step: answer}
     launcher = Launcher({key: value for key, value in answers.items() if value is not None})
     try:
-        return pmi.share(launcher.environ(), text, timeout)
+        return pmi.share({"PMI_FD": str(launcher.fd)}, text, timeout)
+    except RallypointError:
+        os.close(launcher.fd)  # it is open after an error alone
+        raise
     finally:
         launcher.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os.path
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -19,6 +20,9 @@ OLDEST_PMIX = 4
 """Major version of the first PMIx that Open MPI does not keep inside itself: that of Open MPI 4 can be
 called by nobody else.
 """
+
+DEPTH = 8
+"""Processes between mpirun's daemon and this one that are looked at: shells, and what they start."""
 
 _OPEN_MPI = {
     "size": "OMPI_COMM_WORLD_SIZE",
@@ -46,7 +50,9 @@ _FILLED_BY = {
 def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     """Return what mpirun tells of the task that this process is."""
     if any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
-        return _open_mpi(environ)
+        cluster = _open_mpi(environ)
+        bound = _bound(files) if cluster.node == 0 else ""  # it is said once on the one screen
+        return _replaced(cluster, notes=(bound,)) if bound else cluster
     if "SLURM_STEP_ID" in environ and "MPI_LOCALNRANKS" not in environ:
         return None  # srun --mpi=pmi2 sets PMI's variables: the task is Slurm's own
     return _hydra(environ, files)
@@ -132,6 +138,25 @@ def _replaced(cluster: Cluster, *, because: str = "", **more: object) -> Cluster
     return msgspec.structs.replace(
         cluster, because=(*cluster.because, *([because] if because else [])), **more
     )
+
+
+def _bound(files: Files) -> str:
+    """Return a line when mpirun has left one processor to the task, "" otherwise. That is its default
+    for one or two tasks on a host; torch's threads, loaders, and all ranks of a launcher share it.
+    """
+    own = files.text("/proc/self/status")
+    if re.search(r"^Cpus_allowed_list:\t\d+$", own, re.MULTILINE) is None:
+        return ""
+    status = own
+    for _ in range(DEPTH):
+        parent = re.search(r"^PPid:\t(\d+)$", status, re.MULTILINE)
+        status = files.text(f"/proc/{parent[1]}/status") if parent else ""
+        if re.search(r"^Name:\t(prted|prterun|orted|mpirun)$", status, re.MULTILINE):
+            free = re.search(r"^Cpus_allowed_list:\t(.*)$", status, re.MULTILINE)
+            if free is None or free[1].isdecimal():
+                return ""  # the host, or mpirun itself, has no more
+            return f"mpirun has bound each task to one of the processors {free[1]}; with --bind-to none a task has all of them"
+    return ""
 
 
 # --- errors of the exchanges

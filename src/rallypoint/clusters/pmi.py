@@ -5,6 +5,7 @@ gives to each task.
 from __future__ import annotations
 
 import base64
+import os
 import socket
 from collections.abc import Mapping
 
@@ -21,13 +22,15 @@ def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
     """Return, on every node, the text that node 0 has given; the others give "".
 
     All tasks must come within `timeout` seconds. Raises EnvironmentProblem `join-timeout` when one
-    does not, UsageError `cluster-unclear` when the launcher does not answer. The socket is closed
-    at the end: the ranks are no tasks of the launcher's.
+    does not, UsageError `cluster-unclear` when the launcher does not answer. PMI_FD is closed after
+    that: the ranks are no tasks of the launcher's. After an error it stays open, because hydra
+    kills a process that closes it in the middle, and the error is still to be told.
     """
+    fd = int(environ["PMI_FD"])
     try:
-        talk = socket.socket(fileno=int(environ["PMI_FD"]))
+        talk = socket.socket(fileno=os.dup(fd))
     except OSError as error:
-        raise not_answered(f"PMI_FD={environ['PMI_FD']} is no open socket", str(error)) from None
+        raise not_answered(f"PMI_FD={fd} is no open socket", str(error)) from None
     with talk, talk.makefile("rb") as lines:
 
         def ask(line: str, reply: str, patience: float = ANSWER_TIMEOUT) -> dict[str, str]:
@@ -63,4 +66,5 @@ def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
             key = f"rallypoint{len(got) - 1}"
             got.append(ask(f"get kvsname={name} key={key}", "get_result")["value"])
         ask("finalize", "finalize_ack")
+    os.close(fd)
     return base64.urlsafe_b64decode("".join(piece[1:] for piece in got) + "==").decode()

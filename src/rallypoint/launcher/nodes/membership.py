@@ -240,7 +240,7 @@ class Membership:
 
     def _nobody_yet(self, left: float) -> None:
         """Wait a little for the lead to write where it is. Raises `join-timeout`."""
-        because = f"the folder {self._nodes.folder} does not say yet where it is"
+        because = f"the folder {self._nodes.folder}, which all nodes must share, does not say yet where it is"
         if left <= 0:
             raise _timed_out(self._nodes, because)
         self._put(NotReached(because))
