@@ -257,6 +257,18 @@ def test_the_end_of_the_job_is_told_by_newer_versions() -> None:
     assert seen(STEP).ends is None
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("ClusterName=a\nkillwait = 60\n", 60.0), ("#KillWait=5", 30.0), ("", 30.0)],
+)
+def test_slurm_waits_before_sigkill_as_its_configuration_says(text: str, seconds: float) -> None:
+    machine = Machine("0")
+    machine.files["/x/slurm.conf"] = text
+    found = slurm.look(STEP | {"SLURM_CONF": "/x/slurm.conf"}, machine)
+    assert found is not None
+    assert found.kill_after == seconds
+
+
 def test_steps_of_one_host_try_ports_of_their_own() -> None:
     blocks = [seen(STEP | {"SLURM_JOB_ID": str(job)}).ports for job in range(1000, 1700)]
     assert len({port for block in blocks for port in block}) == 700 * slurm.PORTS

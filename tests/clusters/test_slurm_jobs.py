@@ -147,7 +147,8 @@ def test_signals_of_the_launcher_in_the_script_reach_the_ranks(
 
 
 def test_a_job_that_ends_with_75_goes_on_from_its_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
-    script = f'{RUN} train.py || {{ [ $? = 75 ] && scontrol requeue "$SLURM_JOB_ID"; }}'
+    again = '[ $status = 75 ] && scontrol requeue "$SLURM_JOB_ID"'
+    script = f"{RUN} train.py\nstatus=$?\n{again}\nexit $status"
     output = submit(slurm, tmp_path, script, RESUMES, "--requeue").wait()
     assert "from 0 restarts 0" in output
     assert len(re.findall("from 7 restarts 1", output)) == 2, output

@@ -22,6 +22,12 @@ FIRST_PORT, LAST_PORT = 20_000, 32_767
 MOST_HOSTS = 1 << 16
 """Bound of a host list and of a list of task counts. Slurm has it too."""
 
+CONFS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
+"""Places of Slurm's configuration; the second is slurmd's own copy of it."""
+
+KILL_WAIT = 30.0
+"""Seconds of KillWait where the configuration does not say it."""
+
 OWN_STEP = "RALLYPOINT_OWN_STEP"
 """Variable of a step that the launcher in a batch script has started: the tasks of each node of the
 job, as Slurm lists them. The place of node 0 and the secret are on standard input.
@@ -57,7 +63,7 @@ def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     if step is None:
         step = _step_of(environ)
     if step == "batch":
-        return _batch(environ, job)
+        return _batch(environ, files, job)
     if step.isdecimal() or (step == "" and _step_of(environ).isdecimal()):
         found = _step(environ, files, job)
         if step or found.unclear:  # what is left over of a step is whole
@@ -184,7 +190,7 @@ class _Variables:
         self.unclear.append(Unclear(tuple(flags), headline, help=_BY_HAND))
 
 
-def _batch(environ: Mapping[str, str], job: str) -> Cluster:
+def _batch(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
     """Return the facts of a batch script: on several nodes this process starts a step of its own.
 
     The variables of a step are those of another one. The nodes of a heterogeneous job are listed
@@ -215,6 +221,7 @@ def _batch(environ: Mapping[str, str], job: str) -> Cluster:
         starts=total != 1,
         job=_named(environ, job),
         ends=_ends(environ),
+        kill_after=_kill_after(environ, files),
         because=tuple(filter(None, (f"nodes {total} from {', '.join(each)}", tasks))),
         unclear=tuple(told.unclear),
         secret_help=_SECRET_HELP,
@@ -289,6 +296,7 @@ def _step(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
         job=_named(environ, f"{job}.{step}"),
         one_screen=True,
         ends=_ends(environ),
+        kill_after=_kill_after(environ, files),
         because=(*because, *([f"node 0 is {names[0]}, from SLURM_STEP_NODELIST"] if names else [])),
         unclear=tuple(told.unclear),
         secret_help=_SECRET_HELP,
@@ -327,3 +335,11 @@ def _ends(environ: Mapping[str, str]) -> float | None:
     """Return when Slurm ends the job: 23.02 and newer tell it."""
     text = environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdecimal() else None
+
+
+def _kill_after(environ: Mapping[str, str], files: Files) -> float:
+    """Return the seconds between SIGTERM and SIGKILL when a job ends: KillWait of slurm.conf."""
+    for path in (environ.get("SLURM_CONF", ""), *CONFS):
+        if found := re.search(r"(?im)^\s*KillWait\s*=\s*(\d+)", files.text(path)):
+            return float(found[1])
+    return KILL_WAIT
