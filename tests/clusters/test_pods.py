@@ -27,7 +27,10 @@ PREFIX = "digits-node-0-"
 """Host names of a TrainJob's pods without their number: those of its JobSet, "digits"."""
 
 LEAD = f"{PREFIX}0.digits.{DOMAIN}"
-RAISES = TELL + "raise ValueError('bad batch') if os.environ['RANK'] == '1' else None\n" + STAY
+RAISES = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('bad batch')\n" + STAY
+OPTIONS = "options ndots:5 timeout:1"
+"""Line of a pod's /etc/resolv.conf, but for the seconds that a name server has to answer: 5 there."""
+
 SECRET = "3f" * 32
 
 
@@ -44,7 +47,7 @@ class Namespace:
             own = f"{node.name}.digits.{DOMAIN}\t{node.name}"
             node.set_hosts(HOSTS.format(name=own).replace("10.244.1.5", node.address))
             search = f"search {DOMAIN} svc.cluster.local cluster.local"
-            node.set_resolver(f"nameserver {server.address}\n{search}\noptions ndots:5\n")
+            node.set_resolver(f"nameserver {server.address}\n{search}\n{OPTIONS}\n")
         self.server = server.start(
             [sys.executable, str(SCRIPTS / "name_server.py"), str(self.zone)]
         )
@@ -121,13 +124,21 @@ def ended(pods: list[Process]) -> list[int]:
     return [pod.wait() for pod in pods]
 
 
-@pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
-def test_the_name_of_pod_0_comes_late(namespace: Namespace, kind: str) -> None:
-    """A JobSet's pods make the whole name of pod 0, a TrainJob's are told a short one."""
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [("JobSet", "NXDOMAIN"), ("TrainJob", "NXDOMAIN"), ("JobSet", "no answer")],
+)
+def test_the_name_of_pod_0_comes_late(namespace: Namespace, kind: str, before: str) -> None:
+    """A JobSet's pods make the whole name of pod 0, a TrainJob's are told a short one. The name
+    server says that there is no such name, or nothing at all.
+    """
+    if before == "no answer":
+        namespace.zone.unlink()
     environ = [JOB_SET, JOB_SET] if kind == "JobSet" else [train_job(0), train_job(1)]
     pods = [namespace.pod(number, environ=environ[number]) for number in (0, 1)]
-    asked = f"NXDOMAIN {LEAD}\n"
-    assert wait_until(lambda: namespace.server.output().count(asked) >= 10, 20)
+    asked = f"{before} {LEAD}\n"
+    times = 10 if before == "NXDOMAIN" else 4
+    assert wait_until(lambda: namespace.server.output().count(asked) >= times, 20)
     assert [pod.running() for pod in pods] == [True, True]
     namespace.publish()
     assert ended(pods) == [0, 0], [pod.output() for pod in pods]
@@ -197,7 +208,7 @@ def test_pods_with_different_secrets_do_not_meet(namespace: Namespace) -> None:
         namespace.pod(0, environ=JOB_SET),
         namespace.pod(1, environ=JOB_SET, secret="4e" * 32),
     ]
-    assert pods[1].wait() == 1
+    assert pods[1].wait() == 2, pods[1].output()
     assert codes(pods[1]) == ["wrong-secret"]
     pods[0].send(signal.SIGTERM)
     assert pods[0].wait() == 143

@@ -1,6 +1,8 @@
 """Name server over UDP: addresses of a file, which may change while it runs; it prints its answers.
 
     python name_server.py FILE     lines of FILE: a name, an address
+
+It does not answer while there is no such file.
 """
 
 import socket
@@ -41,6 +43,9 @@ def main() -> None:
         print("ready", flush=True)
         while True:
             query, sender = server.recvfrom(512)
+            if not zone.exists():
+                print(f"no answer {name_in(query)[0]}", flush=True)
+                continue
             known = dict(line.split() for line in zone.read_text().splitlines())
             reply, said = answer(query, known)
             server.sendto(reply, sender)
