@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import select
@@ -20,7 +19,7 @@ from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import processes
 
 MARK = "RALLYPOINT_RAY"
-"""Variable of a launcher in an actor: its node, their number, and three descriptors."""
+"""Variable of a launcher in an actor: the actor's pid, its node, their number, three descriptors."""
 
 READ_PATIENCE = 0.2
 """Seconds in which an actor waits for something to tell: it hears of a signal after that."""
@@ -47,28 +46,31 @@ Show = Callable[[int, bytes], None]  # descriptor (1 or 2) and what goes there
 
 def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     """Return what the actor of this launcher has told it."""
-    node, nodes, *_ = map(int, environ[MARK].split())
+    _, node, nodes, *_ = map(int, environ[MARK].split())
     said = f"node {node} of {nodes}, from {MARK}"
     return Cluster(
         name="Ray", nodes=nodes, node=node, exchange="ray", one_screen=True, because=(said,)
     )
 
 
-def share(environ: Mapping[str, str], text: str) -> str:
-    """Return what node 0 has given as `text`: it goes through the actors."""
+def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
+    """Return what node 0 has given as `text`: it goes through the actors. Raises EnvironmentProblem
+    `join-timeout` when it has not come within `timeout` seconds.
+    """
     *_, told, heard, _ = map(int, environ[MARK].split())
     if text:
         os.write(told, f"{text}\n".encode())
+    if not select.select([heard], [], [], timeout)[0]:
+        raise EnvironmentProblem(
+            "join-timeout", f"node 0 has not told where it is within {timeout:g} s"
+        )
     with open(heard, closefd=False) as file:
         return file.readline()
 
 
 def begin() -> int:
     """Have this process, a launcher, end with its actor. Returns the memfd of its input and result."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+    processes.die_with(int(os.environ[MARK].split()[0]))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
     return int(os.environ[MARK].split()[-1])
 
@@ -101,7 +103,7 @@ class LauncherActor:
         self._told, told = os.pipe()
         heard, self._heard = os.pipe()
         fds = (told, heard, self._box)
-        mark = " ".join(map(str, (node, nodes, *fds)))
+        mark = " ".join(map(str, (os.getpid(), node, nodes, *fds)))
         self._launcher = subprocess.Popen(
             [sys.executable, *self._words],
             env={**self._environ, MARK: mark},

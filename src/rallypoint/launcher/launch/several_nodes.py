@@ -51,7 +51,7 @@ def settle(
     if place:
         host, port = _endpoint(place)
         nodes = msgspec.structs.replace(nodes, host=host, ports=(port,))
-    elif cluster is None:
+    elif cluster is None or cluster.starts or cluster.left_over:
         raise _nowhere(count)
     else:
         for gap in cluster.unclear:
@@ -69,6 +69,8 @@ def settle(
             rank=cluster.node if rank is None else rank,
             host=cluster.host,
             ports=cluster.ports or behind,
+            folder=cluster.folder,
+            folder_once=bool(cluster.folder),
             exchange=cluster.exchange,
             job=nodes.job or cluster.job,
             secret_file=nodes.secret_file or cluster.secret,
@@ -104,7 +106,7 @@ def _nowhere(count: int) -> UsageError:
         f"nnodes={count}, and nothing says where the nodes find each other",
         help=(
             (
-                "name the host of node 0, in the call of each node",
+                "start the program on each node by srun or mpirun, or name the host of node 0 in each call",
                 f'rallypoint.launch(..., nnodes={count}, rdzv_endpoint="node0:29400")',
             ),
             (
