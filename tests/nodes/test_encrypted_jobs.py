@@ -116,7 +116,7 @@ def test_only_one_node_has_it(two: Jobs, lead_has_it: bool) -> None:
     options: tuple[list[str], list[str]] = (["--tls"], [])
     lead = two.start(two.cluster[0], STAY, *options[not lead_has_it])
     other = two.start(two.cluster[1], STAY, *options[lead_has_it])
-    assert other.wait() == 1
+    assert other.wait() == 2
     assert codes(other) == ["tls-mismatch"]
     lead.send(signal.SIGINT)
     assert lead.wait() == 130
