@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.nodes.jobs import TELL, WITHOUT_TORCH
-from tests.nodes.netns import Cluster, wait_until
+from tests.nodes.netns import Cluster, command_line, wait_until
 
 from . import slurm_ground
 from .slurm_ground import Job, Slurm
@@ -36,7 +37,12 @@ STAYS = (
     + """
 import signal, time
 def noticed(number, frame): print("noticed", number, flush=True)
-def stopped(number, frame): print("stopped", number, flush=True); os._exit(0)
+def stopped(number, frame):
+    print("stopped", number, flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1)  # it saves
+    print("saved", flush=True)
+    os._exit(0)
 signal.signal(signal.SIGUSR1, noticed)
 signal.signal(signal.SIGTERM, stopped)
 print("up", flush=True)
@@ -129,7 +135,7 @@ def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
     at = time.monotonic()
     assert wait_until(lambda: not slurm.processes(), FREE_WITHIN + LATE), slurm.processes()
     print(f"free after {time.monotonic() - at:.2f} s")
-    assert job.output().count("stopped 15") == 2, job.output()
+    assert job.output().count("] saved") == 2, job.output()
 
 
 def test_signals_of_the_launcher_in_the_script_reach_the_ranks(
@@ -144,6 +150,18 @@ def test_signals_of_the_launcher_in_the_script_reach_the_ranks(
         node.run(["kill", f"-{number}", (tmp_path / "launcher").read_text().strip()])
         job.wait_for(said, 2)
     assert re.search(r"stopped\[interrupted\]: .*SIGTERM", job.wait())
+
+
+def test_a_launcher_that_is_killed_ends_the_job_with_75(slurm: Slurm, tmp_path: Path) -> None:
+    """srun's own status is 137 then."""
+    job = submit(slurm, tmp_path, f"{RUN} train.py; echo status $?", STAYS)
+    job.wait_for(r"\] up", 2)
+    node = slurm.nodes[1]
+    launcher = next(pid for pid in node.processes() if "rallypoint run" in command_line(pid))
+    node.signal(signal.SIGKILL, [launcher])
+    output = job.wait()
+    assert "error[node-lost]: node 1 (node2, rank 1) was lost" in output
+    assert "status 75" in output
 
 
 def test_a_job_that_ends_with_75_goes_on_from_its_checkpoint(slurm: Slurm, tmp_path: Path) -> None:

@@ -94,7 +94,10 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         return 0
     from rallypoint.launcher.agent import agent
 
-    return agent.run(made)
+    status = agent.run(made)
+    if (step := sys.modules.get("rallypoint.clusters.slurm_step")) is not None:
+        step.tell_status(status)  # loaded in a step that a batch script's launcher has started
+    return status
 
 
 ON_RAY = "import sys; from rallypoint.clusters import ray; ray.begin(); from rallypoint.__main__ import main; sys.exit(main())"

@@ -45,6 +45,17 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 TALK = 5.0
 """Seconds for a command of Slurm's that asks its controller."""
 
+LINGER = 5.0
+"""Seconds that srun gets to end once node 0's launcher has: of a node that is lost Slurm knows only
+after minutes. As long again after each signal that then ends it.
+"""
+
+TRY_AGAIN = 75
+"""Exit status of a job that may do better elsewhere (EX_TEMPFAIL)."""
+
+_script: socket.socket | None = None
+"""Connection of node 0's launcher to the one in the batch script, until it has said its status."""
+
 
 def command(environ: Mapping[str, str], name: str, launcher: Sequence[str]) -> list[str]:
     """Return the command that starts `launcher` on all nodes of a job, in a step of this name."""
@@ -99,35 +110,63 @@ class _Step:
         self._job = environ["SLURM_JOB_ID"]
         self._name = name
         self._srun = srun
-        self._asked = False
+        self._asked = False  # to stop
+        self._status = b""  # of node 0's launcher, as it says it
 
     def run(self, listener: socket.socket, signals: SignalLog) -> int:
-        """Hand on what node 0 says, and signals, until srun has ended; return its exit status."""
+        """Hand on what node 0 says, and signals, until srun has ended; return the exit status.
+
+        That is the one of node 0's launcher: srun has the greatest of all, and the launcher of a
+        node that is lost has 137.
+        """
         ended = system_calls.pidfd_open(self._srun.pid)
-        waiting: list[int] = [ended, signals.fileno(), listener.fileno()]
+        waiting: list[int | socket.socket] = [ended, signals.fileno(), listener]
+        ending = [signal.SIGTERM, signal.SIGKILL]
+        node: socket.socket | None = None
+        over = False  # node 0's launcher has ended
         try:
             while True:
-                ready, _, _ = select.select(waiting, (), ())
+                ready, _, _ = select.select(waiting, (), (), LINGER if over else None)
                 for number in signals.read():
                     self._hand_on(number)
-                if listener.fileno() in ready:
-                    waiting.remove(listener.fileno())
-                    self._tell_all(listener)
                 if ended in ready:
-                    status = self._srun.wait()
-                    return status if status >= 0 else 128 - status
+                    return self._result(over)
+                if listener in ready:
+                    node, _ = listener.accept()
+                    waiting[2] = node
+                    self._tell_all(node)
+                elif node in ready and node is not None:
+                    more = node.recv(64)
+                    self._status += more
+                    if not more:
+                        over = True
+                        waiting.remove(node)
+                elif over and not ready and ending:
+                    self._srun.send_signal(ending.pop(0))
         finally:
             os.close(ended)
+            if node is not None:
+                node.close()
 
-    def _tell_all(self, listener: socket.socket) -> None:
-        """Give all nodes what node 0 has said."""
-        node, _ = listener.accept()
-        with node, node.makefile("rb") as text, self._srun.stdin or text as stdin:
+    def _result(self, over: bool) -> int:
+        """Return the exit status of the job, once srun has ended."""
+        status = self._srun.wait()
+        if self._status.strip().isdigit():
+            return int(self._status)
+        if over and not self._asked and status == 128 + signal.SIGKILL:
+            return TRY_AGAIN  # node 0's launcher was killed
+        return status if status >= 0 else 128 - status
+
+    def _tell_all(self, node: socket.socket) -> None:
+        """Give all nodes what node 0 says at first."""
+        with node.makefile("rb") as text:
             said = text.readline()
-            try:
-                stdin.write(said)
-            except BrokenPipeError:
-                pass  # srun has ended: that is told by its status
+        assert self._srun.stdin is not None
+        try:
+            self._srun.stdin.write(said)
+            self._srun.stdin.close()
+        except BrokenPipeError:
+            pass  # srun has ended: that is told by its status
 
     def _hand_on(self, number: signal.Signals) -> None:
         """Have the launchers of the step get a signal that this one got.
@@ -168,13 +207,14 @@ def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
     Raises EnvironmentProblem `join-timeout` when that says nothing for so many seconds,
     `cluster-unclear` when it ends.
     """
+    global _script
     path = environ[OWN_STEP].partition(" ")[2]
     os.environ.pop(OWN_STEP, None)  # what a rank starts is no launcher of this step
     if text:
         try:
-            with socket.socket(socket.AF_UNIX) as script:
-                script.connect(path)
-                script.sendall(text.encode() + b"\n")
+            _script = socket.socket(socket.AF_UNIX)
+            _script.connect(path)
+            _script.sendall(text.encode() + b"\n")
         except OSError as error:
             raise _unheard(
                 f"node 0 cannot reach it here: {os.strerror(error.errno or 0)}"
@@ -190,6 +230,16 @@ def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
             raise _unheard("standard input ended before node 0 was heard of")
         said += more
     return said.decode().strip()
+
+
+def tell_status(status: int) -> None:
+    """Tell the launcher in the batch script how the job has ended, if this is node 0's."""
+    if _script is not None:
+        with _script:
+            try:
+                _script.sendall(b"%d\n" % status)
+            except OSError:
+                pass  # it was killed
 
 
 def _unheard(why: str) -> EnvironmentProblem:
