@@ -318,7 +318,7 @@ def errors(process: Process) -> list[str]:
 
 @pytest.mark.nodes
 def test_the_digits_are_learnt_on_two_nodes_without_a_flag(mpi: Mpi) -> None:
-    job = mpi.start(*RUN, DIGITS, "--epochs", "5")
+    job = mpi.start(*RUN, DIGITS, "--epochs", "3")
     assert job.wait(60) == 0, job.output()
     accuracy = re.search(r"test accuracy ([\d.]+)", job.output())
     assert accuracy is not None, job.output()

@@ -96,6 +96,12 @@ def test_nodes_of_ipv6_alone(make_cluster: MakeCluster, tmp_path: Path) -> None:
     assert ranks[1]["MASTER_ADDR"] == jobs.cluster[0].address
 
 
+def test_a_folder_that_nodes_of_ipv6_alone_share(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    """The lead listened at 0.0.0.0, and wrote addresses of IPv6 into the folder."""
+    jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)
+    well(jobs.start_all(where=["--rdzv-endpoint", f"file://{tmp_path}/meeting"]))
+
+
 def test_node_0_calls_itself_loopback(two: Jobs) -> None:
     """Its own name is 127.0.1.1 there, as Debian's installer writes it; elsewhere it is right."""
     two.cluster[0].call_itself_loopback()

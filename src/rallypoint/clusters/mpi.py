@@ -177,7 +177,7 @@ def not_all_came(timeout: float) -> EnvironmentProblem:
     """Return the error for tasks that did not come to the exchange."""
     return EnvironmentProblem(
         "join-timeout",
-        f"not every task of mpirun has come to the exchange within {timeout:g} s",
+        f"not every task has come to the exchange within {timeout:g} s",
         why=("each task must be a rallypoint run, and none may end before",),
         help=(("give them more time", "--rdzv-conf join_timeout=1200"),),
     )

@@ -82,8 +82,8 @@ def handed_over(
     """
     held, offer = None, ""
     if nodes.rank == 0:
-        held = ports.hold_port(0, "0.0.0.0", port_range)
-        offer = f"{new_secret().hex()} {held.port} {','.join(_own_addresses())}"
+        held, own = _listener(port_range)
+        offer = f"{new_secret().hex()} {held.port} {','.join(own)}"
     try:
         share = importlib.import_module(f"rallypoint.clusters.{nodes.exchange}").share
         secret, port, addresses = share(environ, offer, nodes.join_timeout).split()
@@ -96,11 +96,17 @@ def handed_over(
     return met, bytes.fromhex(secret), held
 
 
-def _own_addresses() -> list[str]:
-    """Return numeric addresses by which this node may be reached, loopback at the end: agents of
-    one machine have nothing else where it has no network."""
-    found = addresses.look(RESOLVE_TIMEOUT).reachable()
-    return [*(address.ip for _, address in found), "127.0.0.1"]
+def _listener(port_range: tuple[int, int] | None) -> tuple[HeldPort, list[str]]:
+    """Bind a port on all addresses of the family by which others are likeliest to reach this node.
+
+    Returns it and these addresses, loopback at the end: agents of one machine have nothing else
+    where it has no network.
+    """
+    found = [address for _, address in addresses.look(RESOLVE_TIMEOUT).reachable()]
+    version = found[0].version if found else 4
+    everywhere, loopback = ("::", "::1") if version == 6 else ("0.0.0.0", "127.0.0.1")
+    own = [address.ip for address in found if address.version == version]
+    return ports.hold_port(0, everywhere, port_range), [*own, loopback]
 
 
 def job_name(nodes: Nodes) -> str:
@@ -187,9 +193,8 @@ def _claim_folder(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | N
         raise
     held = None
     try:
-        held = ports.hold_port(0, "0.0.0.0", port_range)
-        places = (probe.address_of(ip, held.port) for ip in _own_addresses())
-        file.publish(0, ",".join(places))
+        held, own = _listener(port_range)
+        file.publish(0, ",".join(probe.address_of(ip, held.port) for ip in own))
     except BaseException:
         if held is not None:
             held.release()
