@@ -39,6 +39,12 @@ class Pod:
         whole = f"{host}.{domain}.team.svc.cluster.local\t{host}" if domain else host
         self._hosts = HOSTS.format(name=whole)
 
+    def changed(self, name: str, text: str) -> Pod:
+        """Return a pod like this one, with another value of a variable."""
+        other = Pod(self._host, {**self.environ, name: text})
+        other._hosts = self._hosts
+        return other
+
     def text(self, path: str) -> str:
         return self._hosts if path == "/etc/hosts" else ""
 
@@ -68,6 +74,14 @@ class Pod:
         if nodes is None:
             return (1, 0, wanted.nproc)
         return (nodes.count, nodes.rank, wanted.nproc, nodes.host, nodes.ports)
+
+    def complaint(self) -> UsageError | None:
+        """Return why no job can be started in this pod, None when one can."""
+        try:
+            self.asked()
+        except UsageError as error:
+            return error
+        return None
 
     def refused(self, line: str = "", without: str = "") -> UsageError:
         with pytest.raises(UsageError) as refusal:

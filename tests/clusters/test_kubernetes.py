@@ -139,6 +139,17 @@ def test_one_missing_variable_is_an_error_or_changes_nothing(kind: str, name: st
         assert name in error.headline or name in str(error.why)
 
 
+@pytest.mark.parametrize(("kind", "name"), _TELLING)
+def test_one_empty_variable_is_an_error_or_changes_nothing(kind: str, name: str) -> None:
+    """As where a manifest takes a value from a ConfigMap that does not have it."""
+    pod, world = PODS[kind]
+    changed = pod.changed(name, "")
+    if changed.complaint() is None:
+        assert changed.world() in (world, _UNKNOWN_WITHOUT.get((kind, name)))
+    else:
+        assert name in changed.refused().headline
+
+
 @pytest.mark.parametrize("kind", ["indexed Job", "JobSet", "StatefulSet"])
 def test_a_job_without_a_count_is_told_the_line_for_its_manifest(kind: str) -> None:
     """With a guess of one node every pod would train alone, and all would say that they did well."""
@@ -235,7 +246,7 @@ def test_a_pod_that_is_none_of_several_is_one_node(
     ],
 )
 def test_a_variable_that_is_no_number_is_named(pod: Pod, name: str, text: str) -> None:
-    error = Pod(pod.host(), {**pod.environ, name: text}, "digits-pods").refused()
+    error = pod.changed(name, text).refused()
     assert error.code == "cluster-unclear"
     assert name in error.headline
 
