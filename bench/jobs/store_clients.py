@@ -181,12 +181,10 @@ def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
         now = time.monotonic()
         call = slot.begin(Arrive, (name, size, TIMEOUT), now, now + TIMEOUT)
         connection = slot.connection or session._connect(slot, call.deadline)
-        connection.send(call.message, call.deadline)
+        connection.send(b"", [call])
         under_way.append((session, ticket, connection, call))
     for session, ticket, connection, call in under_way:
-        reply, _ = connection.receive(
-            call.seq, call.deadline, 0.0, session.keep_alive.interval, session.ttl, lends=False
-        )
+        reply, _ = connection.receive(call, call.deadline, session.keep_alive.interval, session.ttl)
         assert isinstance(reply, Integer), reply
         session._put_back(ticket)
 

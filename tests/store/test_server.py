@@ -703,7 +703,7 @@ def test_who_cannot_be_told_is_dead_and_that_is_told(
         (peer,) = loop._by_session[session]
         send = Peer.send
 
-        def broken(self: Peer, data: bytes) -> None:
+        def broken(self: Peer, data: bytes = b"") -> None:
             if self is peer:
                 raise BrokenPipeError
             send(self, data)

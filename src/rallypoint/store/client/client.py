@@ -362,7 +362,9 @@ class Client:
 
     def __len__(self) -> int:
         """Count the keys."""
-        return _integer(self.ask(Keys, "", True)[0])
+        reply, _ = self.ask(Keys, "", True)
+        assert isinstance(reply, Integer)
+        return reply.number
 
     def __bool__(self) -> bool:
         """True, also when it is empty: a store is no container that one tests for content."""
@@ -546,7 +548,9 @@ class Client:
             raise TypeError(f"add() takes an int, not {described(amount)}: give it as {right}")
         if not -(1 << 63) <= amount < 1 << 63:
             raise OverflowError(f"add() counts in 64 bits: {amount} is outside them")
-        return _integer(self.ask(Add, key_of(key), amount)[0])
+        reply, _ = self.ask(Add, key_of(key), amount)
+        assert isinstance(reply, Integer)
+        return reply.number
 
     def compare_and_set(
         self,
@@ -897,11 +901,6 @@ def _too_large(called: str, what: str, limit: int | None) -> LimitExceeded:
             ),
         ),
     )
-
-
-def _integer(reply: AnyReply) -> int:
-    assert isinstance(reply, Integer)
-    return reply.number
 
 
 def _names(reply: AnyReply) -> tuple[str, ...]:

@@ -262,10 +262,10 @@ class _Runner:
             )
         if len(self._first) < HEADER_BYTES:
             self._first += data
-        self._cutter.feed(data)
+        self._cutter.data += data
         try:
             while (frame := self._cutter.next()) is not None:
-                answer = self._joining.receive(frame.message, binding_of(self.sock))
+                answer = self._joining.receive(frame[0], binding_of(self.sock))
                 if isinstance(answer, Welcome):
                     return Opened(self.sock, self._cutter, answer, self.where, self._address)
                 self._send(answer)

@@ -1,9 +1,9 @@
 """One connection to a server, seen from the client: a request out, its reply in, large values
 beside them.
 
-One thread uses a connection at a time, and nothing here knows sessions or the numbers of requests:
-`Session` does. A connection that failed in any way, or in which an exception struck, is closed:
-what was half sent or half read cannot be told.
+One thread uses a connection at a time, and nothing here knows sessions: `Session` does. A
+connection that failed in any way, or in which an exception struck, is closed: what was half sent or
+half read cannot be told.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.host import memory
 from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED
+from rallypoint.store.client.call import Call
 from rallypoint.store.client.connect import Opened
 from rallypoint.store.client.failures import of_a_handler
-from rallypoint.wire.frames import FrameError, framed, header, single
+from rallypoint.wire.frames import FrameError, framed, header
 from rallypoint.wire.messages import (
+    LENDS,
     MESSAGE_BYTES,
+    TAGS,
     UNDECODABLE,
     AnyReply,
     Closing,
@@ -44,11 +47,9 @@ from rallypoint.wire.messages import (
 )
 from rallypoint.wire.values import Parts, alloc
 
-READ_BYTES = 64 * 1024
-
-FIRST_BYTES = 448
-"""Size of the first read for a reply, which is small as a rule. For so few bytes Python has room of
-its own at hand; a large buffer is fetched from libc each time, and most of it given back."""
+READ_BYTES = 16 * 1024
+"""Bytes asked for by one read: room that is at hand, which 64 KiB are not. What is missing of a
+large value is read to where it belongs."""
 
 BUFFERS = 512
 """Buffers of one sendmsg: half of Linux's IOV_MAX."""
@@ -198,25 +199,35 @@ class Connection:
 
     # --- out ---
 
-    def send(self, frames: bytes, deadline: float) -> None:
-        """Send small frames. Raises ConnectionBroken or TooLate; then the last of them was not sent
-        to its end.
+    def send(self, before: bytes, calls: Sequence[Call]) -> None:
+        """Send the frames `before`, and these requests. The last one may have a large value beside
+        it; then its deadline is some time after bytes moved last. Raises ConnectionBroken or
+        TooLate; then the last request was not sent to its end.
         """
-        try:
-            sent = self._send(frames, NOSIGNAL)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            raise self._unsendable(error) from error
-        self._traffic[0] += sent
-        if sent < len(frames):
-            self._send_all(deque([memoryview(frames)[sent:]]), deadline, 0.0)
+        last = calls[-1]
+        frames = before
+        for call in calls:
+            call.tried += 1
+            frames += call.message
+            if call is not last:
+                call.sent = True  # should the sending be broken off, it may have gone
+        if last.value is not None:
+            self._send_value(before, last, last.value)
+        else:
+            try:
+                sent = self._send(frames, NOSIGNAL)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise self._unsendable(error) from error
+            self._traffic[0] += sent
+            if sent < len(frames):
+                self._send_all([memoryview(frames)[sent:]], last.deadline)
+        last.sent = True
 
-    def send_value(
-        self, before: bytes, message: bytes, value: Parts, deadline: float, patience: float
-    ) -> float:
-        """Send a message with a large value behind it, by shared memory if possible. Return until
-        when to wait for its reply: `patience` seconds after bytes moved last, or the deadline.
+    def _send_value(self, before: bytes, call: Call, value: Parts) -> None:
+        """Send a request with a large value behind it, by shared memory if possible. Its deadline
+        moves on: to `patience` seconds after bytes moved last.
         """
         if self.shared:
             try:
@@ -226,30 +237,31 @@ class Connection:
                     raise
             else:
                 request = msgspec.structs.replace(
-                    decode_request(message), shared=value.size, segment=number
+                    decode_request(call.message), shared=value.size, segment=number
                 )
-                self.send(before, deadline)
+                self._send_all([before], call.deadline)
                 if number:
                     self._lent[number] = segment
                 fds = array.array("i", [segment.fileno()])
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
-                self._send_all(deque([memoryview(framed(encode(request)))]), deadline, 0.0, rights)
-                return max(deadline, self._now() + patience)
-        front = memoryview(before + header(len(message), value.size) + message)
-        pieces = deque([front, *(memoryview(buffer) for buffer in value.buffers)])
-        self._send_all(pieces, deadline, patience)
-        return max(deadline, self.moved + patience)
+                self._send_all([framed(encode(request))], call.deadline, rights=rights)
+                call.deadline = max(call.deadline, self._now() + call.patience)
+                return
+        front = before + header(len(call.message), value.size) + call.message
+        self._send_all([front, *value.buffers], call.deadline, call.patience)
+        call.deadline = max(call.deadline, self.moved + call.patience)
 
     def _send_all(
         self,
-        pieces: deque[memoryview],
+        buffers: Sequence[bytes | memoryview],
         deadline: float,
-        patience: float,
+        patience: float = 0.0,
         rights: Sequence[tuple[int, int, array.array[int]]] = (),
     ) -> None:
         """Send these bytes, the first of them with `rights`. The deadline moves on while bytes do:
         it passes `patience` seconds after any went.
         """
+        pieces = deque(memoryview(buffer) for buffer in buffers if len(buffer))
         self.moved = self._now()
         while pieces:
             try:
@@ -320,54 +332,32 @@ class Connection:
 
     # --- in ---
 
-    def receive(
-        self,
-        seq: int,
-        deadline: float,
-        patience: float,
-        interval: float,
-        silence: float,
-        *,
-        lends: bool,
-    ) -> Answer:
-        """Wait for the reply to request `seq`. Raises TooLate, ConnectionBroken, ServerCloses.
+    def receive(self, call: Call, deadline: float, interval: float, silence: float) -> Answer:
+        """Wait for the reply to a request. Raises TooLate, ConnectionBroken, ServerCloses.
 
         While it waits it gives a sign of life every `interval` seconds, and takes the connection
-        for broken after `silence` seconds in which nothing came. `lends`: the reply may come with a
-        descriptor, which takes a read of twice the work.
+        for broken after `silence` seconds in which nothing came.
         """
         now = self.heard = self._now()
-        size = FIRST_BYTES
+        lends = LENDS[TAGS[call.kind]]
         while True:
             while self._ready:
                 reply, body = self._ready.popleft()
-                if reply.seq == seq:
+                if reply.seq == call.seq:
                     return reply, body
                 self._notice(reply)
-            if not self._poll(max(0.0, min(deadline - now, interval)) * 1000.0):
+            if self._poll(max(0.0, min(deadline - now, interval)) * 1000.0):
+                self._read(deadline, call.patience, silence, lends=lends)
+                now = self.heard
+            else:
                 now = self._sign_of_life(deadline, silence)
-                continue
-            data = self._read(size, lends=lends)
-            # Nearly always `data` is one small reply, and nothing else is there.
-            message = single(data) if self._cutter.empty else None
-            if message is not None:
-                reply = _decoded(message)
-                if reply.seq == seq and not (type(reply) is Value and reply.shared):
-                    return reply, None
-            self._cutter.feed(data)
-            self._cut(deadline, patience, silence)
-            size = READ_BYTES
-            now = self.heard
 
     def look(self) -> None:
         """Take in notices that have arrived while nobody used the connection. Raises
         ConnectionBroken, ServerCloses.
         """
         while self._poll(0):
-            data = self._read(READ_BYTES, lends=False)
-            if data:
-                self._cutter.feed(data)
-                self._cut(self._now(), 0.0, 0.0)
+            self._read(self._now(), 0.0, 0.0, lends=False)
             while self._ready:
                 self._notice(self._ready.popleft()[0])
 
@@ -381,51 +371,64 @@ class Connection:
             raise ConnectionBroken(f"no sign of life from the server for {now - self.heard:.1f} s")
         self._pings.append(now)
         try:
-            self.send(_PING, now)
+            self._send_all([_PING], now)
         except TooLate:
             raise ConnectionBroken("the server did not take what was sent to it") from None
         return now
 
-    def _read(self, size: int, *, lends: bool) -> bytes:
-        """Read some bytes, none if there are none after all. Raises ConnectionBroken."""
+    def _read(self, deadline: float, patience: float, silence: float, *, lends: bool) -> None:
+        """Read what has arrived, the replies into `_ready`; of a large value all is read. `lends`:
+        a reply may come with a descriptor, which takes a read of twice the work. Raises
+        ConnectionBroken, and for a large value TooLate."""
         try:
             if lends and self.local:
-                data, ancillary, flags, _ = self._recvmsg(size, _ANCILLARY_BYTES, CLOEXEC)
+                data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
                 if ancillary or flags & TRUNCATED:
                     self._take_descriptors(ancillary, flags)
             else:
-                data = self._recv(size)
+                data = self._recv(READ_BYTES)
         except BlockingIOError:
-            return b""
+            return
         except OSError as error:
             raise self._broken(error) from error
         if not data:
             raise ConnectionBroken("the server closed the connection")
         self.heard = self._now()
         self._traffic[1] += len(data)
-        return data
-
-    def _cut(self, deadline: float, patience: float, silence: float) -> None:
-        """Take apart what has arrived; the rest of a large value is read here."""
+        self._cutter.data += data
         try:
             while (frame := self._cutter.next()) is not None:
-                reply = _decoded(frame.message)
-                body: memoryview | None = None
-                if frame.body or frame.missing:
-                    if type(reply) is not Value:
-                        raise ConnectionBroken(
-                            f"the server sent a {type(reply).__name__} with a body"
-                        )
-                    body = self._read_body(frame.body, frame.missing, deadline, patience, silence)
-                elif type(reply) is Value and reply.shared:
-                    body = self._read_shared(reply.shared)
-                    self.send(
-                        framed(encode(Release(0, 0, (reply.seq,)))),
-                        max(deadline, self._now() + patience),
-                    )
+                message, begun, missing = frame
+                try:
+                    reply = decode_reply(message)
+                except UNDECODABLE as error:
+                    text = f"the server sent a message that is not rallypoint's: {error}"
+                    raise ConnectionBroken(text) from error
+                body = None
+                if begun or missing or (type(reply) is Value and reply.shared):
+                    body = self._value_of(reply, begun, missing, deadline, patience, silence)
                 self._ready.append((reply, body))
         except FrameError as error:
             raise ConnectionBroken(f"the server sent {error}") from error
+
+    def _value_of(
+        self,
+        reply: AnyReply,
+        begun: bytes,
+        missing: int,
+        deadline: float,
+        patience: float,
+        silence: float,
+    ) -> memoryview:
+        """Read the large value of a reply."""
+        if type(reply) is not Value:
+            raise ConnectionBroken(f"the server sent a {type(reply).__name__} with a body")
+        if begun or missing:
+            return self._read_body(begun, missing, deadline, patience, silence)
+        body = self._read_shared(reply.shared)
+        release = framed(encode(Release(0, 0, (reply.seq,))))
+        self._send_all([release], max(deadline, self._now() + patience))
+        return body
 
     def _notice(self, reply: AnyReply) -> None:
         if type(reply) is Freed:
@@ -507,16 +510,6 @@ class Connection:
         if of_a_handler(error):
             raise
         return ConnectionBroken(error.strerror or str(error))
-
-
-def _decoded(message: bytes) -> AnyReply:
-    try:
-        reply: AnyReply = decode_reply(message)
-    except UNDECODABLE as error:
-        raise ConnectionBroken(
-            f"the server sent a message that is not rallypoint's: {error}"
-        ) from error
-    return reply
 
 
 def _room(size: int) -> memoryview:

@@ -357,16 +357,11 @@ class Session:
             left = calls[len(answers) :] if answers else calls
             try:
                 connection = slot.connection or self._connect(slot, left[0].deadline)
-                self._send(slot, connection, left)
+                connection.send(slot.owed, left)
                 deadline = left[0].deadline
                 for call in left:
                     answer = connection.receive(
-                        call.seq,
-                        deadline,
-                        call.patience,
-                        self.keep_alive.interval,
-                        self._silence,
-                        lends=LENDS[TAGS[call.kind]],
+                        call, deadline, self.keep_alive.interval, self._silence
                     )
                     if slot.into is not None:
                         slot.into.session, slot.into.reply = self, answer[0]
@@ -381,22 +376,6 @@ class Session:
                 slot.owed = b""
                 if left[0].began > self.confirmed:
                     self._confirm(left[0].began)
-
-    def _send(self, slot: Slot, connection: Connection, calls: Sequence[Call]) -> None:
-        last = calls[-1]
-        frames = slot.owed
-        for call in calls:
-            call.tried += 1
-            frames += call.message
-            if call is not last:
-                call.sent = True  # should the sending be broken off, it may have gone
-        if last.value is None:
-            connection.send(frames, last.deadline)
-        else:  # it is alone, and its answer is waited for from when it is sent
-            last.deadline = connection.send_value(
-                slot.owed, last.message, last.value, last.deadline, last.patience
-            )
-        last.sent = True
 
     # --- slots ---
 
@@ -671,11 +650,9 @@ class Session:
                 self._connect(slot, call.deadline)
             self._finish(end, slot)
             if slot.connection is not None:
-                self._send(slot, slot.connection, [call])
+                slot.connection.send(slot.owed, [call])
                 if wait > 0.0:
-                    slot.connection.receive(
-                        call.seq, call.deadline, 0.0, LONGEST_POLL, LONGEST_POLL, lends=False
-                    )
+                    slot.connection.receive(call, call.deadline, LONGEST_POLL, LONGEST_POLL)
         except (ConnectionBroken, ServerCloses, TooLate, SessionOver, StoreUnreachable):
             pass
         finally:

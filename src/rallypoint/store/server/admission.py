@@ -76,15 +76,14 @@ class Greeting:
         """Return whether this side has proved itself, and the other one is to."""
         return self._accepting.state == "proof"
 
-    def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
-        """Return what is to be sent now (b"" for nothing yet), or both messages of a client that
-        has proved itself. `cutter` may hold what was sent right behind the proof. Raises
-        TurnedAway."""
+    def receive(self) -> bytes | tuple[Hello, Proof]:
+        """Return what is to be sent now that more is in the cutter (b"" for nothing yet), or both
+        messages of a client that has proved itself. `cutter` may hold what was sent right behind
+        the proof. Raises TurnedAway."""
         answers = []
         try:
-            self.cutter.feed(data)
             while (frame := self.cutter.next()) is not None:
-                said = self._accepting.receive(frame.message)
+                said = self._accepting.receive(frame[0])
                 if isinstance(said, Proof):
                     assert self._accepting.hello is not None
                     return self._accepting.hello, said
@@ -116,6 +115,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.strangers: dict[Peer, Greeting] = {}
+        self.due = float("inf")  # when the oldest must have proved itself
         self._told: OrderedDict[str, float] = (
             OrderedDict()
         )  # source: until when nothing is said about it
@@ -129,20 +129,19 @@ class Gate:
     def admit(self, peer: Peer, greeting: Greeting) -> Peer | None:
         """Add a stranger; return the peer that has to go for it, if there are too many."""
         self.strangers[peer] = greeting
+        self._look()
         return next(iter(self.strangers)) if len(self.strangers) > STRANGERS else None
 
     def leave(self, peer: Peer) -> None:
         """Remove a peer that has proved itself, or has gone."""
         self.strangers.pop(peer, None)
+        self._look()
+
+    def _look(self) -> None:
+        self.due = next((greeting.deadline for greeting in self.strangers.values()), float("inf"))
 
     def oldest(self) -> Peer | None:
         return next(iter(self.strangers), None)
-
-    def due(self) -> float:
-        """Return the time at which the oldest must have proved itself; infinity when there is none."""
-        for greeting in self.strangers.values():
-            return greeting.deadline
-        return float("inf")
 
     def overdue(self, now: float) -> list[Peer]:
         """Return the strangers whose time is up."""

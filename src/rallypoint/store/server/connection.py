@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rallypoint.host.memory import Segment
 from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED
-from rallypoint.wire.frames import Cutter
+from rallypoint.wire.frames import Cutter, framed
+from rallypoint.wire.messages import Freed, encode
 
 if TYPE_CHECKING:
     from rallypoint.store.server.bulk import Transfer
@@ -99,7 +100,7 @@ class Peer:
     """One connection. Only the loop's thread touches it."""
 
     __slots__ = (
-        "arriving", "batch", "batched", "closing", "cutter", "descriptors", "fd", "freed", "held", "incoming", "lent", "local", "mask",
+        "arriving", "batch", "closing", "cutter", "descriptors", "fd", "freed", "held", "incoming", "lent", "local", "mask",
         "number", "out", "outgoing", "pid", "queued", "session", "sock", "source", "stalled",
     )  # fmt: skip
 
@@ -117,8 +118,7 @@ class Peer:
         self.closing = False  # to be closed when `out` is sent, or when a thread has given it back
         self.out: deque[bytes | memoryview | Lending | Segment] | None = None
         self.queued = 0  # bytes in `out`, segments aside
-        self.batch: list[bytes] = []  # frames that are sent together, in front of `out`'s end
-        self.batched = 0  # bytes in `batch`
+        self.batch = bytearray()  # frames that are sent together
         self.arriving: Arriving | None = None
         self.incoming: Transfer | None = None
         self.outgoing: Transfer | None = None
@@ -138,8 +138,9 @@ class Peer:
 
     # --- in ---
 
-    def read(self) -> bytes:
-        """Return what has arrived. Raises BlockingIOError when that is nothing, Gone at the end."""
+    def read(self) -> None:
+        """Add what has arrived to the cutter. Raises BlockingIOError when that is nothing, Gone at
+        the end."""
         try:
             if not self.local:
                 data = self.sock.recv(READ_BYTES)
@@ -153,7 +154,7 @@ class Peer:
             raise Gone from error
         if not data:
             raise Gone
-        return data
+        self.cutter.data += data
 
     def _descriptors_of(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         if self.descriptors is None:
@@ -184,32 +185,24 @@ class Peer:
 
     # --- out ---
 
-    def send(self, data: bytes) -> None:
-        """Send, or queue what the socket does not take. Raises OSError when the connection is
-        broken, Gone when too much waits."""
-        if not self.out and self.outgoing is None:
+    def send(self, frame: bytes = b"") -> None:
+        """Send what is in `batch`, the notice that the client may use segments again, and this
+        frame, by one call; queue what the socket does not take. Raises OSError when the connection
+        is broken, Gone when too much waits."""
+        if self.freed:
+            numbers = []
+            while self.freed:  # emptied one by one: another thread may add to it
+                numbers.append(self.freed.popleft())
+            self.batch += framed(encode(Freed(0, 0, tuple(numbers))))
+        data, self.batch = self.batch + frame, bytearray()
+        sent = 0
+        if data and not self.out and self.outgoing is None:
             try:
                 sent = self.sock.send(data, NOSIGNAL)
             except BlockingIOError:
-                sent = 0
-            if sent == len(data):
-                return
+                pass
+        if sent < len(data):
             self.queue(memoryview(data)[sent:])
-        else:
-            self.queue(data)
-
-    def write(self, frame: bytes) -> None:
-        """Collect a frame for the next `flush_batch`."""
-        self.batch.append(frame)
-        self.batched += len(frame)
-
-    def flush_batch(self) -> None:
-        """Send the frames that were collected, by one call."""
-        if self.batch:
-            data = b"".join(self.batch)
-            self.batch.clear()
-            self.batched = 0
-            self.send(data)
 
     def queue(self, item: bytes | memoryview | Lending | Segment) -> None:
         """Put at the end of what waits to be sent. Raises Gone when that is too much."""

@@ -27,13 +27,12 @@ from rallypoint.store.server.connection import (
 )
 from rallypoint.store.server.large_values import LargeValues
 from rallypoint.store.state.state import Large, Session, State
-from rallypoint.wire.frames import FrameError, framed, single
+from rallypoint.wire.frames import FrameError, framed
 from rallypoint.wire.messages import (
     UNDECODABLE,
     AnyRequest,
     CompareAndSet,
     Failed,
-    Freed,
     Push,
     Release,
     Reply,
@@ -75,67 +74,51 @@ class Requests:
 
     # --- in ---
 
-    def work(self, peer: Peer, session: Session, data: bytes = b"") -> None:
-        """Carry out the requests that have arrived, the last of them with `data`. Raises Gone."""
-        # Nearly always `data` is one small request, and nothing else is there.
-        message = single(data) if peer.cutter.empty else None
-        if message is None:
-            peer.cutter.feed(data)
-        try:
-            if message is not None:
-                self._handle_message(peer, session, message)
-            else:
-                self._cut(peer, session)
-        except (FrameError, Malformed) as error:
-            self._write(peer, Failed(0, self._state.revision, "bad-request", str(error)))
-            peer.flush_batch()
-            raise Gone(str(error)) from error
-        if len(session.replies) > UNACKNOWLEDGED or len(session.acked) > UNACKNOWLEDGED:
-            because = f"it acknowledged none of its last {len(session.replies)} replies"
-            self._state.end(self._now(), session, because)
-            raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
-        if peer.descriptors and peer.arriving is None and peer.cutter.empty:
-            peer.drop_unclaimed()
-        self.finish(peer)
-
-    def _cut(self, peer: Peer, session: Session) -> None:
-        """Carry out the requests in the cutter, unless the client does not read the replies."""
+    def work(self, peer: Peer, session: Session) -> None:
+        """Carry out the requests that have arrived, for as long as the client reads the replies.
+        Raises Gone."""
         cutter = peer.cutter
-        if peer.held and len(cutter) >= cutter.announced:
+        if peer.held and len(cutter.data) >= cutter.announced:
             self._state.release(peer.held)
             peer.held = 0
         peer.stalled = False
-        while not peer.stalled and (frame := cutter.next()) is not None:
-            self._handle_message(peer, session, *frame)
-            if peer.batched > FLUSH_BYTES or peer.out is not None:
-                peer.flush_batch()
-                peer.stalled = peer.paused
-        begun = cutter.announced
-        if begun > max(READ_BYTES, len(cutter)) and not peer.held:
-            self._hold(peer, begun)
-
-    def _handle_message(
-        self, peer: Peer, session: Session, message: bytes, body: bytes = b"", missing: int = 0
-    ) -> None:
         try:
-            request = decode_request(message)
-        except UNDECODABLE as error:
-            raise Malformed(f"a message that is not rallypoint's: {error}") from error
-        value: Large | None = None
-        if body or missing or getattr(request, "shared", 0):
-            found = self._value(peer, session, request, body, missing)
-            if isinstance(found, Failed):
-                self._write(peer, found)
-            if found is None or isinstance(found, Failed):  # None: it has to arrive first
-                return
+            while not peer.stalled and (frame := cutter.next()) is not None:
+                message, body, missing = frame
+                try:
+                    request = decode_request(message)
+                except UNDECODABLE as error:
+                    raise Malformed(f"a message that is not rallypoint's: {error}") from error
+                if body or missing or getattr(request, "shared", 0):
+                    self._handle_large(peer, session, request, body, missing)
+                else:
+                    self._carry_out(peer, session, request)
+                if len(peer.batch) > FLUSH_BYTES or peer.out is not None:
+                    peer.send()
+                    peer.stalled = peer.paused
+        except (FrameError, Malformed) as error:
+            peer.send(framed(encode(Failed(0, self._state.revision, "bad-request", str(error)))))
+            raise Gone(str(error)) from error
+        if cutter.data:
+            self._hold(peer)
+        elif peer.descriptors and peer.arriving is None:
+            peer.drop_unclaimed()
+        peer.send()
+
+    def _handle_large(
+        self, peer: Peer, session: Session, request: AnyRequest, body: bytes, missing: int
+    ) -> None:
+        """Carry out a request with a value beside it, if that is there."""
+        found = self._value(peer, session, request, body, missing)
+        if isinstance(found, Failed):
+            self.put(peer, found)
+        elif found is not None:  # None: it has to arrive first
             value = found if found is not _NOT_NEEDED else None
             del found  # its last reference must not be here
-        elif type(request) is Release:
-            peer.release(request.of)
-        self._carry_out(peer, session, request, value)
+            self._carry_out(peer, session, request, value)
 
     def _carry_out(
-        self, peer: Peer, session: Session, request: AnyRequest, large: Large | None
+        self, peer: Peer, session: Session, request: AnyRequest, large: Large | None = None
     ) -> None:
         """Let the state carry out a request, and queue the reply."""
         try:
@@ -153,17 +136,26 @@ class Requests:
             former = session.routes.get(request.seq)
             if former is None or former.number <= peer.number:
                 session.routes[request.seq] = peer
+        elif type(request) is Release:
+            peer.release(request.of)
+        if len(session.replies) > UNACKNOWLEDGED or len(session.acked) > UNACKNOWLEDGED:
+            because = f"it acknowledged none of its last {len(session.replies)} replies"
+            self._state.end(self._now(), session, because)
+            raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
 
-    def _hold(self, peer: Peer, size: int) -> None:
+    def _hold(self, peer: Peer) -> None:
         """Charge a long message that has begun to arrive until it is whole; if there is no room,
         say so, and throw the rest away."""
+        size = peer.cutter.announced
+        if peer.held or size <= max(READ_BYTES, len(peer.cutter.data)):
+            return
         refused = self._state.reserve(size)
         if refused is None:
             peer.held = size
             return
         begun, missing = peer.cutter.skip()
         peer.arriving = Arriving(None, missing)
-        self._write(peer, replace(refused, seq=seq_of(begun)))
+        self.put(peer, replace(refused, seq=seq_of(begun)))
 
     def _value(
         self, peer: Peer, session: Session, request: AnyRequest, body: bytes, missing: int
@@ -237,21 +229,18 @@ class Requests:
         assert peer.session is not None
         assert arriving.request is not None
         self._carry_out(peer, peer.session, arriving.request, value)
-        self.finish(peer)
+        peer.send()
 
     # --- out ---
-
-    def _write(self, peer: Peer, reply: Reply) -> None:
-        peer.write(framed(encode(reply)))
 
     def put(self, peer: Peer, reply: Reply) -> None:
         """Queue a reply, and its large value behind it."""
         value: Any = reply.value if type(reply) is Value else b""
         if type(value) is bytes:
-            peer.write(framed(encode(reply)))
+            peer.batch += framed(encode(reply))
             return
         assert type(reply) is Value
-        peer.flush_batch()
+        peer.send()
         bare = Value(reply.seq, reply.revision, reply.modified, b"")
         if isinstance(value, Segment) and peer.can_lend():
             peer.lend(reply.seq, value)
@@ -264,16 +253,7 @@ class Requests:
     def tell(self, peer: Peer, reply: Reply) -> None:
         """Send the reply to a request that has waited."""
         self.put(peer, reply)
-        self.finish(peer)
-
-    def finish(self, peer: Peer) -> None:
-        """Send what is queued, and the notice that the client may use segments again."""
-        if peer.freed:
-            numbers = []
-            while peer.freed:  # emptied one by one: another thread may add to it
-                numbers.append(peer.freed.popleft())
-            self._write(peer, Freed(0, self._state.revision, tuple(numbers)))
-        peer.flush_batch()
+        peer.send()
 
     def _flush(self, peer: Peer) -> None:
         """Send what waits, unless a thread is sending."""
@@ -288,7 +268,7 @@ class Requests:
             return
         self._flush(peer)
         idle = not peer.paused and not peer.closing and peer.arriving is None
-        if idle and len(peer.cutter) and peer.session is not None:
+        if idle and peer.cutter.data and peer.session is not None:
             self.work(peer, peer.session)
 
     # --- large values that threads move ---
@@ -320,5 +300,5 @@ class Requests:
         refused = self._values.undo(arriving.request, arriving.reserved)
         if transfer.at < transfer.size:
             peer.arriving = Arriving(None, transfer.size - transfer.at)
-        self._write(peer, refused)
-        peer.flush_batch()
+        self.put(peer, refused)
+        peer.send()

@@ -24,7 +24,7 @@ from rallypoint.host.probe import set_for_small_messages
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.logger import logger
 from rallypoint.store.server.admission import GREETING, Gate, Greeting, TurnedAway
-from rallypoint.store.server.bulk import Movers
+from rallypoint.store.server.bulk import Movers, Transfer
 from rallypoint.store.server.connection import Gone, Peer
 from rallypoint.store.server.large_values import LargeValues, open_files
 from rallypoint.store.server.requests import Requests
@@ -39,6 +39,7 @@ from rallypoint.wire.messages import (
     Identity,
     Proof,
     Refusal,
+    Reply,
     Welcome,
     encode,
 )
@@ -183,15 +184,10 @@ class Loop:
         """Serve until asked to stop. Then everything is closed, and this object of no more use."""
         try:
             while self._asked is None:
-                self._turn(self._due())
+                self._turn(min(self._state.due(), self._gate.due))
             self._wind_up(*self._asked)
         finally:
             self._close()
-
-    def _due(self) -> float:
-        """Return the time at which something is to be done without an event."""
-        due = self._state.due()
-        return self._gate.due() if due is None else min(due, self._gate.due())
 
     def _turn(self, until: float) -> None:
         """Wait for events until then, and handle them."""
@@ -200,7 +196,7 @@ class Loop:
         for fd, events in self._epoll.poll(wait, EVENTS):
             peer = self._peers.get(fd)
             if peer is not None:
-                self._guarded(peer, self._attend, peer, events)
+                self._attend(peer, events)
             else:
                 others.append(fd)
         # Last, because a new connection may get the number of one that has just been closed.
@@ -225,7 +221,7 @@ class Loop:
             for fd, events in self._epoll.poll(0, EVENTS):
                 peer = self._peers.get(fd)
                 if peer is not None:
-                    self._guarded(peer, self._attend, peer, events)
+                    self._attend(peer, events)
                     served += 1
             if not served:
                 return
@@ -260,55 +256,58 @@ class Loop:
         except BlockingIOError:
             pass
         while (transfer := self._movers.take()) is not None:
-            self._guarded(transfer.peer, self._requests.moved, transfer.peer, transfer)
+            self._attend(transfer.peer, transfer)
         while self._adopted:
             self._admit(self._adopted.popleft())
 
-    def _guarded(self, peer: Peer, action: Callable[..., None], *arguments: object) -> None:
-        """Do something for a connection. If it fails, it costs this connection, and no other."""
+    def _attend(self, peer: Peer, happened: int | Transfer | Reply) -> None:
+        """Handle what happened at a connection: events of epoll's, a value that a thread has moved,
+        a reply to a request that has waited. A failure costs this connection, and no other."""
+        requests, session = self._requests, peer.session
         try:
-            action(*arguments)
-        except BlockingIOError:
-            pass
-        except Gone as error:
-            if str(error):
-                session = peer.session
-                who = peer.source if session is None else str(session.identity)
-                what = "turned away" if session is None else "closed the connection of"
-                self._gate.complain(who, str(error), self._now(), what)
-            self._drop(peer)
-            return
-        except OSError:
-            self._drop(peer)
-            return
-        except Exception:
-            who = str(peer.session.identity) if peer.session else peer.source
-            log.exception("the store failed on the connection of %s; please report this", who)
-            self._drop(peer)
-            return
-        if peer.mask != IN or peer.out is not None or peer.arriving is not None:  # seldom
-            self._watch(peer, peer.wanted())
-
-    def _attend(self, peer: Peer, events: int) -> None:
-        """Handle what happened at this connection."""
-        if events & OUT:
-            self._requests.can_send(peer)
-        if events & IN:
-            session = peer.session
-            if peer.arriving is not None:
-                self._requests.read_body(peer, peer.arriving)
+            if isinstance(happened, Transfer):
+                requests.moved(peer, happened)
+                happened = 0
+            elif isinstance(happened, Reply):
+                requests.tell(peer, happened)
+                happened = 0
+            if happened & OUT:
+                requests.can_send(peer)
+            if not happened & IN:
+                if happened & HUNG_UP and not happened & OUT:
+                    raise Gone
+            elif peer.arriving is not None:
+                requests.read_body(peer, peer.arriving)
             elif session is None:
                 self._greet(peer)
             elif session.ended:  # the client comes back, and is told what became of it
                 raise Gone
             else:
-                data = peer.read()
-                # What was sent while this turn stood still counts for the client from then on, and
-                # so it must here.
+                peer.read()
+                # What was sent while this turn stood still counts for the client from then on.
                 session.heard = self._now()
-                self._requests.work(peer, session, data)
-        elif events & HUNG_UP and not events & OUT:
-            raise Gone
+                requests.work(peer, session)
+        except BlockingIOError:
+            pass
+        except Exception as error:
+            self._give_up(peer, error)
+            return
+        if peer.mask != IN or peer.out is not None or peer.arriving is not None:  # seldom
+            self._watch(peer, peer.wanted())
+
+    def _give_up(self, peer: Peer, error: Exception) -> None:
+        """Drop a connection on which something failed, and say so where that is no everyday thing."""
+        session = peer.session
+        who = peer.source if session is None else str(session.identity)
+        if isinstance(error, Gone):
+            if str(error):
+                what = "turned away" if session is None else "closed the connection of"
+                self._gate.complain(who, str(error), self._now(), what)
+        elif not isinstance(error, OSError):
+            log.error(
+                "the store failed on the connection of %s; please report this", who, exc_info=error
+            )
+        self._drop(peer)
 
     def _watch(self, peer: Peer, mask: int) -> None:
         if mask != peer.mask >= 0:
@@ -322,7 +321,7 @@ class Loop:
             peer = session.routes.pop(reply.seq, None)
             # Otherwise it is kept by the state, or asked for again.
             if peer is not None and not peer.closing and peer.session is session:
-                self._guarded(peer, self._requests.tell, peer, reply)
+                self._attend(peer, reply)
 
     # --- coming and going ---
 
@@ -398,7 +397,8 @@ class Loop:
     def _greet(self, peer: Peer) -> None:
         greeting = self._gate.strangers[peer]
         try:
-            said = greeting.receive(peer.read())
+            peer.read()
+            said = greeting.receive()
         except TurnedAway as error:
             if error.answer:
                 peer.send(error.answer)
@@ -445,7 +445,7 @@ class Loop:
         limits, revision = state.budget.limits, state.revision
         welcome = Welcome(self._id, __version__, limits, self._local, revision, session.ttl)
         peer.send(framed(encode(welcome)))
-        if len(peer.cutter):
+        if peer.cutter.data:
             self._requests.work(peer, session)
 
     def _drop(self, peer: Peer) -> None:

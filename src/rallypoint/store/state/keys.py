@@ -173,8 +173,13 @@ class KeyTable(Kind):
     def add(self, session: Session, request: Add) -> Reply:
         """Keeps a key's ttl and owner as they are."""
         entry, number = self._entries.get(request.key), request.amount
-        if entry is not None:
-            number += self._number(request, entry)
+        if entry is not None and request.text:
+            number += self._digits(entry)
+        elif entry is not None:
+            try:
+                number += _decode_integer(entry.value)
+            except (msgspec.DecodeError, TypeError):  # TypeError: a large value
+                raise _no_number(entry, "an integer") from None
         if not LOWEST <= number <= HIGHEST:
             text = f"{quoted(request.key)} would be {number}, and an integer that is added to has 64 bits"
             raise Refused("integer-overflow", text)
@@ -182,18 +187,15 @@ class KeyTable(Kind):
         self._replace(session, request.key, entry, value)
         return Integer(request.seq, self._ledger.revision, number)
 
-    def _number(self, request: Add, entry: Entry) -> int:
+    def _digits(self, entry: Entry) -> int:
+        """Return the number of a key that torch's `add` writes. Raises Refused."""
         try:
-            if not request.text:
-                return _decode_integer(entry.value)
             digits = _decode_bytes(entry.value)
-            if _DIGITS.fullmatch(digits):
-                return int(digits)
-        except (msgspec.DecodeError, TypeError):  # TypeError: a large value
-            pass
-        kind = "decimal digits in bytes" if request.text else "an integer"
-        text = f"{quoted(entry.key)} does not hold {kind}: nothing can be added to it"
-        raise Refused("wrong-type", text)
+        except (msgspec.DecodeError, TypeError):
+            digits = b""
+        if not _DIGITS.fullmatch(digits):
+            raise _no_number(entry, "decimal digits in bytes")
+        return int(digits)
 
     def append(self, session: Session, request: Append) -> Reply:
         """Keeps a key's ttl and owner as they are."""
@@ -255,9 +257,8 @@ class KeyTable(Kind):
         budget.used += size - entry.size
         entry.value = value
         entry.size = size
-        entry.modified = revision = self._ledger.changed()
         entry.writer = session.identity
-        self._history.record(revision, key, value)
+        entry.modified = self._history.record(key, value)
         if fresh and key in self._lines:
             self._appeared(entry)
         return entry
@@ -269,7 +270,7 @@ class KeyTable(Kind):
             del entry.owner.ephemeral[entry.key]
         self._budget.keys -= 1
         self._budget.used -= entry.weight + entry.size
-        self._history.record(self._ledger.changed(), entry.key, None)
+        self._history.record(entry.key, None)
 
     # --- waiting ---
 
@@ -293,3 +294,8 @@ class KeyTable(Kind):
         request = waiter.request
         missing = (request.key,) if type(request) is Get else self._missing(request)
         self._ledger.answer(waiter, TimedOut(request.seq, self._ledger.revision, missing))
+
+
+def _no_number(entry: Entry, kind: str) -> Refused:
+    text = f"{quoted(entry.key)} does not hold {kind}: nothing can be added to it"
+    return Refused("wrong-type", text)

@@ -36,6 +36,13 @@ class Held:
         self.holders = 0
 
 
+class Acknowledged(dict[int, int]):
+    """Last number whose replies have arrived, by slot: the one before its first, at first."""
+
+    def __missing__(self, slot: int) -> int:
+        return slot << SLOT_BITS
+
+
 class Session:
     """One client, across all its connections. The server sets `heard` at every sign of life;
     everything else belongs to the state.
@@ -73,7 +80,7 @@ class Session:
         self.because = ""  # reason of the end
         # it ended for want of signs of life, while it had a connection
         self.silent = False
-        self.acked: dict[int, int] = {}  # by slot: the last number whose replies have arrived
+        self.acked = Acknowledged()
         self.replies: dict[int, Reply | None] = {}
         self.waiting: dict[int, Waiter] = {}  # by seq, in the order of arrival
         # by seq: the server's connection on which a request that waits has come last
@@ -91,8 +98,7 @@ class Session:
 
     def acked_in_slot(self, seq: int) -> int:
         """Return the last number in the slot of `seq` whose replies have arrived."""
-        slot = seq >> SLOT_BITS
-        return self.acked.get(slot, slot << SLOT_BITS)
+        return self.acked[seq >> SLOT_BITS]
 
     def happened(self, seq: int) -> bool:
         """Tell whether a request whose reply is kept did change something."""
@@ -165,7 +171,7 @@ class Ledger:
     def acknowledge(self, session: Session, upto: int) -> None:
         """Forget the replies up to this number, in its slot: they have arrived."""
         slot = upto >> SLOT_BITS
-        before = session.acked.get(slot, slot << SLOT_BITS)
+        before = session.acked[slot]
         if upto <= before:
             return
         session.acked[slot] = upto

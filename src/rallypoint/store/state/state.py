@@ -163,7 +163,7 @@ class State(Ledger):
         if changes:
             if seq in replies:
                 return replies[seq]
-            if session.ended or seq <= session.acked_in_slot(seq):
+            if session.ended or seq <= session.acked[seq >> m.SLOT_BITS]:
                 return None
         try:
             reply = self._handlers[type(request)](session, request)
@@ -312,12 +312,15 @@ class State(Ledger):
             waiter.lines.kind.timed_out(waiter)
         return ended
 
-    def due(self) -> float | None:
-        """Return the time at which `tick` must be called next, perhaps early; None: not before
+    def due(self) -> float:
+        """Return the time at which `tick` must be called next, perhaps early; infinity: not before
         something else happens."""
-        deadlines = (self._keys.deadlines, self._deadlines, self._locks.leases)
-        due = min(self.waiting.deadlines.next, *[each.next for each in deadlines])
-        return None if due == NEVER else due
+        return min(
+            self.waiting.deadlines.next,
+            self._keys.deadlines.next,
+            self._deadlines.next,
+            self._locks.leases.next,
+        )
 
     def _bury(self, session: Session) -> None:
         tombstones, oldest = self._tombstones, self.now - TOMBSTONE_AGE

@@ -42,8 +42,10 @@ class History(Kind):
         self._first = ledger.revision  # before any change
         self._forgotten = 0  # revision of the last change that is no longer known
 
-    def record(self, revision: int, key: str, value: Stored | None) -> None:
-        """Add a change of a key, None when it was removed, and tell the watches."""
+    def record(self, key: str, value: Stored | None) -> int:
+        """Add a change of a key, None when it was removed, and tell the watches. Return its
+        revision."""
+        self._ledger.revision = revision = self._ledger.revision + 1
         large = value is not None and type(value) is not bytes
         shown = b"" if large else value
         self._changes.append((revision, key, shown, large))
@@ -56,6 +58,7 @@ class History(Kind):
                 for waiter in self._lines.all(key[:length]):
                     changes = Changes(waiter.request.seq, revision, batch, revision)
                     self._ledger.answer(waiter, changes)
+        return revision
 
     def watch(self, session: Session, request: Watch) -> Reply | None:
         seq, since, revision = request.seq, request.since, self._ledger.revision
