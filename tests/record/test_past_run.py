@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.record import past_run
+from rallypoint.record import kept_plan
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,29 @@ from rallypoint.record import past_run
             "--master-port 29500 --nnodes 2 --master-addr gpu01 --node-rank 1 ",
         ),
         (
+            {
+                "nodes": {
+                    "count": 2,
+                    "host": "gpu01",
+                    "ports": [29400],
+                    "job": "7",
+                    "local_addr": "10.0.0.2",
+                    "is_host": False,
+                    "join_timeout": 30.0,
+                    "timeout": 10.0,
+                    "tls": True,
+                }
+            },
+            "--tls --nnodes 2 --rdzv-backend c10d --rdzv-endpoint gpu01:29400 --rdzv-id 7 "
+            "--local-addr 10.0.0.2 --rdzv-conf is_host=false,join_timeout=30 --node-timeout 10 ",
+        ),
+        (
             {"nodes": {"count": 2, "folder": "/shared/job7"}},
             "--nnodes 2 --rdzv-endpoint file:///shared/job7 ",
+        ),
+        (
+            {"nodes": {"count": 2, "folder": "/shared/job.7", "job": "7"}},
+            "--nnodes 2 --rdzv-endpoint file:///shared/job --rdzv-id 7 ",
         ),
     ],
 )
@@ -49,5 +70,5 @@ def test_the_command_starts_the_same_job_again(options: dict[str, object], words
         "slots": 4,
         **options,
     }
-    plan = msgspec.convert(planned, past_run.KeptPlan)
-    assert past_run.command(plan) == f"rallypoint run -n 4 {words}train.py --lr 1"
+    plan = msgspec.convert(planned, kept_plan.KeptPlan)
+    assert kept_plan.command(plan) == f"rallypoint run -n 4 {words}train.py --lr 1"

@@ -21,7 +21,7 @@ from rallypoint.cli.output import beside, columns, rendered, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
-from rallypoint.record import job_of_nodes, past_run, timeline
+from rallypoint.record import job_of_nodes, kept_plan, past_run, timeline
 from rallypoint.record.past_run import KeptRun
 from rallypoint.record.run_folder import default_root, past_runs
 from rallypoint.record.timeline import Row
@@ -109,7 +109,7 @@ def text(run: KeptRun, now: float) -> str:
 
 
 def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[str, str]]:
-    command = render.plain(past_run.command(run.plan))
+    command = render.plain(kept_plan.command(run.plan))
     torch = f", torch {run.plan.torch}" if run.plan.torch else ""
     ranks = [("ranks", f"{run.ranks}{torch}")]
     folder = [("in", render.plain(run.plan.cwd))] if run.plan.cwd else []
@@ -214,7 +214,7 @@ def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None =
         return f"no run is kept in {root}\n"
     rows = [("run", "began", "took", "ranks", "ended", "command")]
     for run in runs:
-        command = render.plain(past_run.command(run.plan).removeprefix("rallypoint run "))
+        command = render.plain(kept_plan.command(run.plan).removeprefix("rallypoint run "))
         ranks = str(run.plan.slots) if command else "-"
         row = (run.name, _date(run.began), _took(run, now), ranks, _end(run), command)
         rows.append(row)
@@ -248,7 +248,7 @@ def _summary(run: KeptRun, now: float) -> dict[str, Any]:
     return {
         "run": run.name,
         "path": run.path,
-        "command": past_run.command(run.plan),
+        "command": kept_plan.command(run.plan),
         "folder": run.plan.cwd,
         "ranks": run.ranks,
         "began": began.isoformat(timespec="seconds"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.record.events import Event
+from rallypoint.record.kept_plan import KeptPlan
 from rallypoint.record.run_folder import CUT, PastRun, is_running, name_of, past_runs, reason_of
 from rallypoint.world import ranks_phrase
 
@@ -28,81 +28,9 @@ a log of gigabytes."""
 
 UNWRITABLE = "it could not be written any more, as when a disk is full"
 
-DEFAULT_GRACE = 30.0
-"""Seconds of `rallypoint run --grace` when it is not given."""
-
 _STAMP = re.compile(r"(\d{8}-\d{6})(?:-|$)")
 _LIST = (("see what is kept", "rallypoint show --list"),)
 _LOG = re.compile(r"rank(\d+)\.log")
-
-
-class _Program(msgspec.Struct, frozen=True):
-    kind: str = "script"
-    target: str = ""
-    args: tuple[str, ...] = ()
-
-
-class _Logs(msgspec.Struct, frozen=True):
-    redirects: tuple[int, ...] = ()
-    tee: tuple[int, ...] = ()
-
-
-class _Task(msgspec.Struct, frozen=True):
-    name: str = ""
-    line: str = ""
-
-
-class _Nodes(msgspec.Struct, frozen=True):
-    count: int = 1
-    rank: int | None = None
-    host: str = ""
-    ports: tuple[int, ...] = ()
-    folder: str = ""
-    secret_file: str = ""
-    tls: bool = False
-
-    def options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options by which a node joins the others again."""
-        yield "--nnodes", str(self.count)
-        if self.folder:
-            yield "--rdzv-endpoint", f"file://{self.folder}"
-        elif len(self.ports) > 1:  # those behind --master-port
-            yield "--master-addr", self.host
-        else:
-            yield "--rdzv-backend", "c10d"
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            yield "--rdzv-endpoint", ":".join((host, *map(str, self.ports)))
-        if self.rank is not None:
-            yield "--node-rank", str(self.rank)
-        yield "--secret-file", self.secret_file
-
-
-class KeptPlan(msgspec.Struct, frozen=True):
-    """Part of a `plan.json` that is shown: `job` alone before the job was planned."""
-
-    job: str = ""
-    program: _Program = _Program()
-    slots: int = 1
-    start: str = "template"
-    preload: tuple[str, ...] = ()
-    max_restarts: int = 0
-    on_failure: str = "stop"
-    grace: float = DEFAULT_GRACE
-    debug_rank: int = 0
-    plain: bool = False
-    quiet: bool = False
-    error_format: str = "text"
-    master_port: int = 0
-    port_range: tuple[int, int] | None = None
-    stall: float | None = None
-    torch: str | None = ""
-    logs: _Logs = _Logs()
-    rendezvous: str = ""
-    nodes: _Nodes | None = None
-    task: _Task | None = None
-    cwd: str = ""
-    run_dir: str = ""
-    run_dir_asked: bool = False
 
 
 class Log(NamedTuple):
@@ -350,51 +278,3 @@ def tail(path: str, most: int) -> tuple[str, ...]:
         return ()
     lines = text.split("\n")[1 if size > TAIL_BYTES else 0 :]
     return tuple(lines[:-1] if lines and not lines[-1] else lines)[-most:]
-
-
-def command(plan: KeptPlan) -> str:
-    """Return the line that starts the job again, or the call that launched it; "" before a plan."""
-    if plan.task is not None:
-        return f"rallypoint.launch({plan.task.name}, nproc={plan.slots}) at {plan.task.line}"
-    if not plan.program.target:
-        return ""
-    words = ["rallypoint", "run", "-n", str(plan.slots)]
-    flags = {"--fresh": plan.start == "fresh", "--plain": plan.plain, "--quiet": plan.quiet}
-    flags["--tls"] = plan.nodes is not None and plan.nodes.tls
-    words += [name for name, given in flags.items() if given]
-    alone = {"--rdzv-endpoint": f"file://{plan.rendezvous}" if plan.rendezvous else ""}
-    asked = {
-        "--preload": ",".join(plan.preload),
-        "--max-restarts": plan.max_restarts or "",
-        "--on-failure": plan.on_failure.removeprefix("stop"),
-        "--grace": "" if plan.grace == DEFAULT_GRACE else f"{plan.grace:g}",
-        "--debug-rank": plan.debug_rank or "",
-        "--master-port": plan.master_port or "",
-        "--port-range": "{}-{}".format(*plan.port_range) if plan.port_range else "",
-        "--stall": "" if plan.stall is None else f"{plan.stall:g}",
-        "-r": _streams(plan.logs.redirects),
-        "-t": _streams(plan.logs.tee),
-        **(dict(plan.nodes.options()) if plan.nodes is not None else alone),
-        "--error-format": plan.error_format.removeprefix("text"),
-        "--run-dir": _from(plan.run_dir, plan.cwd) if plan.run_dir_asked else "",
-    }
-    for name, value in asked.items():
-        words += [name, str(value)] if value != "" else []
-    words += {"module": ["-m"], "command": ["--no-python"]}.get(plan.program.kind, [])
-    return shlex.join([*words, plan.program.target, *plan.program.args])
-
-
-def _streams(by_rank: tuple[int, ...]) -> str:
-    """Return a stream map of torchrun's as one types it; "" for none."""
-    if len(set(by_rank)) <= 1:
-        return str(by_rank[0]) if any(by_rank) else ""
-    return ",".join(f"{rank}:{streams}" for rank, streams in enumerate(by_rank) if streams)
-
-
-def _from(path: str, folder: str) -> str:
-    """Return a path as one types it in a folder."""
-    return (
-        os.path.relpath(path, folder)
-        if folder and path.startswith(os.path.join(folder, ""))
-        else path
-    )
