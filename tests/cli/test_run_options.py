@@ -32,7 +32,7 @@ def test_a_way_to_meet_that_is_not_built_is_refused(line: str) -> None:
         ),
         (
             "--nnodes 2:2 --node-rank 1 --master-addr node0 --master-port 29600",
-            {"count": 2, "rank": 1, "host": "node0", "ports": tuple(range(29601, 29609))},
+            {"count": 2, "rank": 1, "host": "node0", "ports": tuple(range(29608, 29600, -1))},
         ),
         ("--nnodes 3 --node-rank 0", {"count": 3, "rank": 0, "host": "127.0.0.1"}),
         (

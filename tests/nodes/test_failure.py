@@ -198,6 +198,8 @@ def test_a_killed_lead_is_named_by_the_others(jobs: Jobs, how: str) -> None:
         jobs.cluster[0].kill()
     all_say(running.others(0), "lead-lost", r"node 0\b", at, 1.5)
     assert {one.wait() for one in running.others(0)} == {75}
+    for one in running.others(0):
+        assert re.search(rf"logs +{one.node.name}:/", one.output()), one.output()
 
 
 CUTS: dict[str, Callable[[Node], None]] = {

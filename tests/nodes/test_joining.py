@@ -215,6 +215,35 @@ def test_one_place_is_asked_for_twice(four: Jobs) -> None:
     assert first.wait() != 0
 
 
+def test_two_machines_are_both_started_as_node_0(two: Jobs) -> None:
+    """The one that is not at --master-addr says so; the other one waits for node 1."""
+    where = ["--node-rank", "0", "--master-addr", "node0"]
+    lead, other = (two.start(node, where=where) for node in two.cluster.nodes)
+    ended(other, "node-duplicate")
+    assert "node0 and node1 were both started as node 0" in other.output()
+    where = ["--node-rank", "1", "--master-addr", "node0"]
+    well([lead, two.start(two.cluster[1], where=where)])
+
+
+def test_two_jobs_at_ports_that_are_neighbours(two: Jobs) -> None:
+    """Each takes a port behind its --master-port, which must not be the other one's own."""
+    jobs = []
+    for port in ("29500", "29501"):
+        where = ["--master-addr", "node0", "--master-port", port]
+        nodes = two.cluster.nodes
+        stay = two.folder / "stay"
+        program = TELL + f"import os, time\nwhile os.path.exists('{stay}'): time.sleep(0.01)"
+        stay.touch()
+        jobs.append(
+            [two.start(n, program, "--node-rank", str(n.number), where=where) for n in nodes]
+        )
+        for one in jobs[-1]:
+            one.wait_for("env ")
+    stay.unlink()
+    for started in jobs:
+        well(started)
+
+
 def test_a_place_that_the_job_does_not_have(two: Jobs) -> None:
     one = two.start(two.cluster[1], STAY, "--node-rank", "2")
     assert one.wait() == 2

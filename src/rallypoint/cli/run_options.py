@@ -277,7 +277,8 @@ def _nodes(
     if static or by_cluster is not None:
         port = port or values["master_port"] or MASTER_PORT
         first = port + 1
-        ports = tuple(range(first, min(first + COORDINATION_PORTS, 1 << 16)))
+        # The last one first: the next port is where another job's --master-port may be.
+        ports = tuple(range(first, min(first + COORDINATION_PORTS, 1 << 16)))[::-1]
         host = host or values["master_addr"]
     else:
         ports = (port or COORDINATION_PORT,)

@@ -826,11 +826,11 @@ def _describe_nodes(plan: Plan, nodes: Nodes, port: str) -> list[tuple[str, str]
     if nodes.exchange:
         place = f"where node 0 says by {nodes.exchange}"
     elif not nodes.folder:
-        low, high = nodes.ports[0], nodes.ports[-1]
+        low, high = min(nodes.ports), max(nodes.ports)
         place = (
             f"at {nodes.host}, port {low}"
             if low == high
-            else f"at {nodes.host}, the first free port of {low}-{high}"
+            else f"at {nodes.host}, the highest free port of {low}-{high}"
         )
     leads = "it leads" if nodes.rank == 0 else "node 0 leads"
     this = (

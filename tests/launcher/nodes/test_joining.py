@@ -168,6 +168,38 @@ def test_torch_may_differ_in_its_last_number_and_that_is_told() -> None:
     assert isinstance(form, Form)
 
 
+def test_of_two_nodes_of_one_host_a_dead_one_has_no_place() -> None:
+    """Its process was killed and started again, quicker than its session could end."""
+    machine = joining()
+    asked = come(machine, LEAD, applicant(1), applicant(3, host="gpu01"))
+    assert asked == [TryAddresses("a1", ()), TryAddresses("a3", ())]
+    assert machine.handle(Reachable("a3", ()), 1.1) == []
+    assert machine.handle(Went("a1"), 1.5) == []
+    (form,) = come(machine, applicant(2), now=5.0)
+    assert isinstance(form, Form)
+    assert machine.nodes == {"a0": 0, "a3": 1, "a2": 2}
+
+
+def test_two_nodes_of_one_host_that_live_have_their_places() -> None:
+    machine = joining()
+    come(machine, LEAD, applicant(1), applicant(2, host="gpu01"))
+    assert machine.handle(Reachable("a1", ()), 1.1) == []
+    (form,) = machine.handle(Reachable("a2", ()), 1.2)
+    assert isinstance(form, Form)
+    assert {seat.master_addr for seat in form.seats.values()} == {"10.0.0.1"}
+
+
+def test_nodes_of_one_host_are_told_apart() -> None:
+    here = [replace(LEAD, host="gpu01"), applicant(1, pid=7), applicant(2)]
+    machine = Joining(here[0], timeout=600.0)
+    come(machine, *here)
+    for id in ("a1", "a2"):
+        machine.handle(Reachable(id, ()), 1.1)
+    (refused,) = come(machine, applicant(3))
+    assert isinstance(refused, Refuse)
+    assert refused.why == ("they are gpu01 (node 0, pid 100), gpu01 (pid 7), gpu02",)
+
+
 def test_two_that_ask_for_one_place_and_live() -> None:
     machine = joining()
     come(machine, LEAD, applicant(1, node_rank=1))

@@ -28,6 +28,7 @@ from rallypoint.launcher.nodes.messages import (
     Applicant,
     EvidenceOf,
     Failing,
+    Missing,
     Over,
     Seated,
     Sentence,
@@ -58,8 +59,9 @@ def join() -> Iterator[Join]:
         rank: int = 0,
         ports: tuple[int, ...] = (),
         clock: Clock | None = None,
+        count: int = 1,
     ) -> Membership:
-        nodes = Nodes(count=1, rank=rank, host="127.0.0.1", ports=ports or (_free_port(),))
+        nodes = Nodes(count=count, rank=rank, host="127.0.0.1", ports=ports or (_free_port(),))
         settings = Settings(
             job="test",
             name="none",
@@ -73,7 +75,7 @@ def join() -> Iterator[Join]:
             roll_call=10.0,
             program="program.py",
         )
-        applicant = Applicant("0", "host", 1, 1, 1, Versions("1", "", "3.11"), "", node_rank=0)
+        applicant = Applicant("0", "host", 1, 1, count, Versions("1", "", "3.11"), "", node_rank=0)
         made.append(Membership(nodes, settings, applicant, judge, clock or Clock()))
         return made[-1]
 
@@ -188,6 +190,36 @@ def test_a_lead_that_stood_still_blames_itself(join: Join, seconds: float, lost:
     heard = _heard(membership)
     assert isinstance(heard, StoodStill) is lost, heard
     assert not lost or f"{seconds:.0f}" in str(heard)
+
+
+class Ahead(Clock):
+    """A clock that somebody has set wrongly."""
+
+    def wall(self) -> float:
+        return super().wall() + 3.0
+
+
+@pytest.mark.parametrize(
+    ("clock", "told"), [(Clock(), ""), (Ahead(), "the clock of gpu01 is 3.0 s ahead of")]
+)
+def test_clocks_that_differ_are_told(join: Join, clock: Clock, told: str) -> None:
+    port = _free_port()
+    join(lambda failed: Sentence((), 1), ports=(port,), count=2)
+    nodes = Nodes(count=2, rank=1, host="127.0.0.1", ports=(port,))
+    settings = Settings("7", "none", SECRET, 2.0, 20.0, 0, None, 0, 30.0, 30.0, "train.py")
+    applicant = Applicant("1", "gpu01", 100, 1, 2, Versions("1", "", "3.11"), "")
+    membership = Membership(nodes, settings, applicant, no_judge, clock)
+    heard: list[Heard] = []
+    try:
+        while not any(isinstance(one, Seated) for one in heard):
+            assert select.select([membership], [], [], 20.0)[0]
+            heard += membership.read()
+    finally:
+        membership.close(1.0)
+    lines = [one.lines[0] for one in heard if isinstance(one, Missing)]
+    assert [line for line in lines if "clock" not in line] == []
+    assert told in str(lines)
+    assert bool(lines) is bool(told)
 
 
 def test_a_name_without_an_answer_does_not_make_joining_longer() -> None:

@@ -171,12 +171,32 @@ def test_a_notice_while_others_are_waited_for_is_handed_on(nodes: Nodes) -> None
     nodes.await_applicants(1)
     lead.signal(signal.SIGUSR1)
     other = nodes.start(program)
-    status, said = lead.end()
-    assert status == 0
-    assert "noticed True" in said
-    status, said = other.end()
-    assert status == 0
-    assert "noticed False" in said
+    for agent in (lead, other):
+        status, said = agent.end()
+        assert status == 0
+        assert "noticed True" in said
+        assert said.count("SIGUSR1 came") == 1
+
+
+def test_a_notice_to_one_launcher_is_handed_to_the_ranks_of_all(nodes: Nodes) -> None:
+    program = """
+import os, signal, sys, time
+def noticed(number, frame):
+    print("rank", os.environ["RANK"], "was told", flush=True)
+    sys.exit()
+signal.signal(signal.SIGUSR1, noticed)
+print("rank", os.environ["RANK"], "is up", flush=True)
+time.sleep(60)
+"""
+    agents = [nodes.start(program), nodes.start(program)]
+    for agent in agents:
+        agent.await_line(r"rank \d is up")
+    agents[1].signal(signal.SIGUSR1)
+    for agent in agents:
+        status, said = agent.end()
+        assert status == 0, said
+        assert len(re.findall(r"rank \d was told", said)) == 1
+        assert said.count("SIGUSR1 came") == 1
 
 
 def test_a_launcher_that_waits_for_others_is_suspended_by_ctrl_z(nodes: Nodes) -> None:

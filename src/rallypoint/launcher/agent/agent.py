@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -57,6 +58,8 @@ LASTING = (
     "lease",
     "views",
 )
+# Seconds in which the same notice from several nodes of a job is one.
+NOTICE_ONCE = 5.0
 # Seconds after which a helper that was stopped (SIGSTOP) is continued. A person who suspends a
 # whole job stops one process after the other, and this one among them, before that.
 HELPER_PATIENCE = 1.0
@@ -156,6 +159,7 @@ class Agent:
         self.signalled_by = ""
         self.parts = PreloadedParts(plan)
         self.request = request
+        self._noticed: dict[str, float] = {}  # notices of a job on several nodes, and when
         self._overdue = 0.0  # seconds that the job was given, when they are over
         self._status: int | None = None
         self._ignored = signals.ignored()
@@ -287,7 +291,7 @@ class Agent:
         self._loop.watch(self._signals.fileno(), self._on_signal)
         if self.others is not None:
             job.starter.take_seat(seat, held)
-            self.others.begin(job)
+            self.others.begin(job, functools.partial(self._on_notice, elsewhere=True))
         self._template_messages = TemplateMessages(job, self._files_limit)
         if request is not None:
             self._watch_caller(request)
@@ -562,8 +566,16 @@ class Agent:
     def _living(self) -> list[RankHandle]:
         return [handle for handle in self.ranks if handle.alive]
 
-    def _on_notice(self, name: str) -> None:
-        """Hand on that a batch system will end the job soon. The job goes on."""
+    def _on_notice(self, name: str, *, elsewhere: bool = False) -> None:
+        """Hand on that a batch system will end the job soon. The job goes on. On several nodes one
+        that came to each of them is one.
+        """
+        if self.others is not None:
+            if self._loop.now < self._noticed.get(name, -math.inf) + NOTICE_ONCE:
+                return
+            self._noticed[name] = self._loop.now
+            if not elsewhere:
+                self.others.notice(name)
         self.job.starter.noticed = True
         handed = {handle.rank: handle.notice(name) for handle in self._living()}
         cluster = self.plan.cluster

@@ -12,7 +12,7 @@ import secrets
 import select
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,6 +48,7 @@ from rallypoint.launcher.nodes.messages import (
     Judge,
     Missing,
     NodeAnswer,
+    Notice,
     Over,
     RankView,
     Refused,
@@ -227,9 +228,11 @@ class OtherNodes:
 
     # --- hearing
 
-    def begin(self, job: Job) -> None:
-        """Hear from the lead in the job's loop from now on."""
-        self._job = job
+    def begin(self, job: Job, notice: Callable[[str], None]) -> None:
+        """Hear from the lead in the job's loop from now on. `notice` hands one to this node's
+        ranks.
+        """
+        self._job, self._notice = job, notice
         self._lease_due = job.loop.now
         job.loop.watch(self._membership.fileno(), self._on_heard)
         self._look_at_lease(job.loop.now)
@@ -256,6 +259,8 @@ class OtherNodes:
                 if times:
                     job.console.say_hopeless(times, job.seat.attempt)
                 job.feed(supervisor.JobEnded(status))
+            case Notice(_, name):
+                self._notice(name)
             case WaitInVain():
                 job.feed(supervisor.InVain())
             case RollCall(lines, because):
@@ -361,6 +366,10 @@ class OtherNodes:
         self._send_views(self._job.loop.now)
         self._membership.send(Over(self._job.seat.node, well))
 
+    def notice(self, name: str) -> None:
+        """Have the other nodes hand a notice to their ranks, too."""
+        self._membership.send(Notice(self._job.seat.node, name))
+
     def ask_where_all_stand(self) -> None:
         """Ask the lead where the ranks of all nodes stand."""
         self._membership.send(AskAll(self._job.seat.node))
@@ -429,7 +438,9 @@ class OtherNodes:
     def show_loss(self) -> tuple[Report, ...]:
         """Show the report on the end of the conversation with the lead; return the attempt's."""
         report, seat = self._report_of_loss(), self._job.seat
-        here = render.own_part(report, seat.node, os.uname().nodename, seat.ranks, None)
+        host, folder = os.uname().nodename, self._job.reporter.run_dir
+        report = msgspec.structs.replace(report, logs=(f"{host}:{folder}",) if folder else ())
+        here = render.own_part(report, seat.node, host, seat.ranks, None)
         return self._job.reporter.show((report,), here=here)
 
     def _report_of_loss(self) -> Report:

@@ -6,13 +6,13 @@ import importlib
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from rallypoint.clusters import secret_source
-from rallypoint.errors import EnvironmentProblem
+from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable, UsageError
 from rallypoint.host import addresses, ports, probe, resolver
 from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import rendezvous_file
@@ -113,7 +113,7 @@ def job_name(nodes: Nodes) -> str:
     """Return the name by which the job's nodes know its lead: of two jobs without an --rdzv-id the
     ports may overlap.
     """
-    first, last = nodes.ports[0], nodes.ports[-1]
+    first, last = min(nodes.ports), max(nodes.ports)
     return nodes.job or ("none" if first == last else f"at ports {first}-{last}")
 
 
@@ -212,14 +212,30 @@ def _listening_address(host: str, must: bool, timeout: float) -> str:
     """
     if found := _LOOPBACK.get(host.lower()):
         return found
-    places = probe.numeric(host, 0)
-    if not places:
-        answer = resolver.ask([host], timeout=timeout)[host]
-        places = [place for ip in answer.found for place in probe.numeric(ip, 0)]
-    if not (must or any(probe.is_own(family, str(at[0])) for family, at in places)):
+    places = _numeric(host, timeout)
+    if not (must or _is_own(places)):
         return ""
     is_ipv6 = bool(places) and all(family == socket.AF_INET6 for family, _ in places)
     return "::" if is_ipv6 else "0.0.0.0"
+
+
+def _numeric(host: str, timeout: float) -> list[probe.Place]:
+    if places := probe.numeric(host, 0):
+        return places
+    answer = resolver.ask([host], timeout=timeout)[host]
+    return [place for ip in answer.found for place in probe.numeric(ip, 0)]
+
+
+def _is_own(places: Sequence[probe.Place]) -> bool:
+    return any(probe.is_own(family, str(at[0])) for family, at in places)
+
+
+def is_elsewhere(nodes: Nodes) -> bool:
+    """Return whether the address at which node 0 is to be reached is none of this machine's: what
+    it leads to may be a way back, or another node 0.
+    """
+    found = _numeric(nodes.host, RESOLVE_TIMEOUT)
+    return bool(found) and not _is_own(found)
 
 
 def places(nodes: Nodes) -> list[tuple[str, int]]:
@@ -234,3 +250,58 @@ def places(nodes: Nodes) -> list[tuple[str, int]]:
         if port.isdigit():
             found.append((host.strip("[]"), int(port)))
     return found
+
+
+def not_let_in(nodes: Nodes, error: StoreUnreachable) -> RallypointError:
+    """Return a refusal by the lead's store in the words of a job on several nodes."""
+    if error.code == "wrong-secret":
+        file = nodes.secret_file
+        own = file == secret_source.key_path(os.environ)
+        shared = "the home folder may not be shared: each node has a key file of its own then"
+        other = ("or name a file that is the same on all nodes", "rallypoint run --secret-file ...")
+        return UsageError(
+            "wrong-secret",
+            f"the lead of the job has another secret than {file or 'that'} of this node",
+            why=(error.headline, *([shared] if own else [])),
+            help=(("copy node 0's file to this node", ""), *([other] if own else [])),
+        )
+    if error.code == "wrong-job":
+        return UsageError(
+            "wrong-job",
+            "another job is at this endpoint: its nodes were started with another --rdzv-id",
+            why=(error.headline,),
+            help=(("give each job an endpoint of its own", "--rdzv-endpoint node0:29401"),),
+        )
+    if error.code == "tls-mismatch":
+        without = "this node was started with --tls, and the lead of the job was not"
+        with_it = "the lead of the job was started with --tls, and this node was not"
+        return UsageError(
+            "tls-mismatch",
+            without if nodes.tls else with_it,
+            why=(error.headline,),
+            help=(("start all nodes with the same options", ""),),
+        )
+    if error.code == "tls-intercepted":
+        return EnvironmentProblem(
+            "tls-intercepted",
+            "something between this node and the lead of the job opens the connection and reads it",
+            why=(error.headline,),
+            help=error.help,
+        )
+    return EnvironmentProblem(error.code, error.headline, why=error.why, help=error.help)
+
+
+def lead_not_reached(
+    nodes: Nodes, *why: str, help: tuple[tuple[str, str], ...] = ()
+) -> EnvironmentProblem:
+    """Return that the lead was not reached in time, with what the last tries said."""
+    return EnvironmentProblem(
+        "join-timeout",
+        f"the lead of the job, at {nodes.folder or nodes.host}, was not reached within {nodes.join_timeout:g} s",
+        why=why,
+        help=(
+            *help,
+            ("look whether the launcher of node 0 runs, and whether a firewall is between", ""),
+            ("or give it more time", "--rdzv-conf join_timeout=1200"),
+        ),
+    )

@@ -309,15 +309,20 @@ class Joining:
         """Form the world when all have come to the lead by one address; else have all try all of
         them.
 
-        A node that came over loopback is on the lead's host, and reaches every address of it.
+        A node that came over loopback is on the lead's host, and reaches every address of it. Of
+        two nodes of one host the first may be a process that has just ended, and was started again:
+        all are asked, and by the answers its session is over.
         """
         others = self._others()
         came_by = {one.reached for one in others}
         distant = {address for address in came_by if not _is_loopback(address)} or came_by
-        if len(distant) < 2 and "" not in distant:
-            return self._form(next(iter(distant), "127.0.0.1"))
+        is_sure = len(distant) < 2 and "" not in distant
+        self._address = next(iter(distant), "127.0.0.1") if is_sure else ""
+        if is_sure and len({one.host for one in self._here.values()}) == self._count:
+            return self._form(self._address)
         self.state = Stage.PROVING
-        self._candidates = tuple(filter(None, dict.fromkeys((*self._lead.addresses, *came_by))))
+        every = () if is_sure else (*self._lead.addresses, *came_by)
+        self._candidates = tuple(filter(None, dict.fromkeys(every)))
         self._reached = {}
         self._try_until = now + TRY_PATIENCE
         return [TryAddresses(one.id, self._candidates) for one in others]
@@ -338,6 +343,8 @@ class Joining:
         """Take the first address that every node reaches; a silent node reaches the one by which
         it came.
         """
+        if self._address:
+            return self._form(self._address)
         others = self._others()
         reached = {one.id: self._reached.get(one.id, frozenset((one.reached,))) for one in others}
         common = frozenset(self._candidates).intersection(*reached.values())
@@ -364,14 +371,9 @@ class Joining:
         self.hosts = tuple(applicant.host for applicant in self._order)
         self.world = World.of(applicant.slots for applicant in self._order)
         seats = self.seats(0, self._lead.offers or Offers(0))
-        patches: dict[str, list[Applicant]] = {}
-        for one in self._order:
-            patches.setdefault(one.versions.torch, []).append(one)
         decisions = [*self._refuse_doubtful(math.inf), Form(seats, self.world)]
-        if len(patches) < 2:
-            return decisions
-        told = ", ".join(f"torch {torch} on {self._named(them)}" for torch, them in patches.items())
-        return [TellMissing((f"the nodes differ in torch's last number: {told}",)), *decisions]
+        lines = refusals.patches(self._order, self._lead.id)
+        return [TellMissing(lines), *decisions] if lines else decisions
 
 
 def _is_loopback(address: str) -> bool:

@@ -156,6 +156,7 @@ class LeadRunner:
                 timeout=settings.node_timeout,
                 tls=settings.tls,
             )
+            self._store.set(messages.LEADER, messages.encode(applicant))
             for name, target in (("hear", self._hear), ("watch", self._watch)):
                 start_thread(name, functools.partial(self._carry_out, target))
             self._thread = start_thread("lead", functools.partial(self._carry_out, self._run))
@@ -231,7 +232,9 @@ class LeadRunner:
         while True:
             message = messages.decode(orders.get())
             if isinstance(message, Ping):  # at once: it measures
-                self._send(message.id, Pong(message.number, self._clock.elapsed()))
+                self._send(
+                    message.id, Pong(message.number, self._clock.elapsed(), self._clock.wall())
+                )
             else:
                 self._inbox.put(message)
 
@@ -301,6 +304,8 @@ class LeadRunner:
         elif isinstance(event, ResultOf):
             self._send_to(0, event)
             return
+        elif isinstance(event, messages.Notice):
+            self._send_all(event, but=event.node)
         now = self._clock.monotonic()
         if self._lead is not None:
             for decision in self._lead.handle(event, now):

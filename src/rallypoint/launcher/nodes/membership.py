@@ -15,12 +15,11 @@ from collections.abc import Callable
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.clusters import secret_source
-from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable, UsageError
+from rallypoint.errors import RallypointError, StoreUnreachable
 from rallypoint.host.interfaces import interfaces
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
-from rallypoint.launcher.nodes import endpoint, messages
+from rallypoint.launcher.nodes import endpoint, messages, refusals
 from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead_runner import (
     LOOK_TIMEOUT,
@@ -30,6 +29,7 @@ from rallypoint.launcher.nodes.lead_runner import (
 )
 from rallypoint.launcher.nodes.messages import (
     Applicant,
+    Missing,
     NodeMessage,
     Ping,
     Pong,
@@ -57,6 +57,12 @@ PINGS = 8
 """Round trips by which the clocks are compared: the shortest counts, and one in eight is not
 delayed on a busy machine.
 """
+
+CLOCKS_APART = 1.0
+"""Seconds between the clocks of two machines of which a person is told."""
+
+BEFORE_NEXT_LOOK = 5.0
+"""Seconds between looks for another node 0, which may be started later."""
 
 LEAVE_TIMEOUT = 2.0
 """Seconds that threads get to end; the process goes without them then."""
@@ -113,6 +119,7 @@ class Membership:
         self._to_send: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         self._member: Member | None = None
         self._leaving = threading.Event()
+        self._seated = threading.Event()  # all have come
         self._sending: threading.Thread | None = None
         self._thread = start_thread("join", self._run)
 
@@ -223,12 +230,12 @@ class Membership:
             except StoreUnreachable as error:
                 # Another job may have one of several ports, and the lead come later.
                 if error.code in FINAL and (error.code != "wrong-job" or len(places) < 2):
-                    raise _refused(nodes, error) from None
+                    raise endpoint.not_let_in(nodes, error) from None
                 if self._clock.elapsed() >= until:
                     # Where nothing listens, a list of the attempts says no more than the error.
                     why = () if error.code == "port-refused" else error.why
                     help = error.help if error.code == "address-unresolved" else ()
-                    raise _timed_out(nodes, str(error), *why, help=help) from None
+                    raise endpoint.lead_not_reached(nodes, str(error), *why, help=help) from None
                 self._put(NotReached(str(error)))
                 self._leaving.wait(BEFORE_NEXT_TRY)  # a refusal comes at once
                 continue
@@ -242,14 +249,15 @@ class Membership:
         """Wait a little for the lead to write where it is. Raises `join-timeout`."""
         because = f"the folder {self._nodes.folder}, which all nodes must share, does not say yet where it is"
         if left <= 0:
-            raise _timed_out(self._nodes, because)
+            raise endpoint.lead_not_reached(self._nodes, because)
         self._put(NotReached(because))
         self._leaving.wait(BEFORE_NEXT_TRY)
 
     def _places(self, left: float) -> list[tuple[str, int]]:
         """Return where the lead may be, at first by a try to lead. `left`: seconds to join."""
+        nodes = self._nodes
         if self.lead is None:
-            claimed = endpoint.claim(self._nodes, self._settings.port_range, self._held, left)
+            claimed = endpoint.claim(nodes, self._settings.port_range, self._held, left)
             if claimed is not None:
                 self.lead = LeadRunner(
                     claimed,
@@ -259,7 +267,33 @@ class Membership:
                     self._clock,
                     self._put,
                 )
-        return [self.lead.place] if self.lead is not None else endpoint.places(self._nodes)
+                if nodes.rank == 0 and not (nodes.folder or nodes.lead):
+                    start_thread("another", self._look_for_another)
+        return [self.lead.place] if self.lead is not None else endpoint.places(nodes)
+
+    def _look_for_another(self) -> None:
+        """Look whether another node leads where this one is to be reached, until all have come:
+        both would wait for the others until their time is over.
+        """
+        nodes, settings, here = self._nodes, self._settings, self._applicant
+        while not (self._seated.is_set() or self._leaving.is_set()):
+            try:
+                if endpoint.is_elsewhere(nodes):
+                    with Member.join(
+                        endpoint.places(nodes),
+                        settings.secret,
+                        job=settings.name,
+                        ttl=nodes.timeout,
+                        timeout=TRY_TIMEOUT,
+                        tls=nodes.tls,
+                    ) as store:
+                        found = messages.decode(store.get(messages.LEADER))
+                    if isinstance(found, Applicant) and found.id != here.id:
+                        self._put(refusals.two_leads(here.host, found.host, nodes.host))
+                        return
+            except RallypointError:
+                pass  # nobody else leads there, as far as can be seen
+            self._leaving.wait(BEFORE_NEXT_LOOK)
 
     def _compare_clocks(self, member: Member, take: Callable[[], bytes]) -> None:
         """Measure how far the lead's clock is from this agent's (Cristian's algorithm: the answer
@@ -268,7 +302,7 @@ class Membership:
         if self.lead is not None:
             return
         asking = Queue(member, messages.TO_LEAD)
-        best = None
+        best, apart = None, 0.0
         for number in range(PINGS):
             sent = self._clock.elapsed()
             asking.put(messages.encode(Ping(self._applicant.id, number)))
@@ -278,6 +312,12 @@ class Membership:
                 best = came - sent
                 self.offset = pong.now - (sent + came) / 2
                 self.error = best / 2
+                apart = self._clock.wall() - best / 2 - pong.wall
+        if abs(apart) > CLOCKS_APART + self.error:
+            which = "ahead of" if apart > 0 else "behind"
+            host = self._applicant.host
+            told = f"the clock of {host} is {abs(apart):.1f} s {which} that of node 0"
+            self._put(Missing((f"{told}: reports have node 0's time, and {host}'s logs its own",)))
 
     def _enter(self, member: Member) -> None:
         """Apply for a place: the lead watches these keys, which go with their sessions."""
@@ -301,6 +341,7 @@ class Membership:
                 )
                 self.send(messages.Reachable(self._applicant.id, reached))
             case Seated(seat):
+                self._seated.set()
                 seat = msgspec.structs.replace(seat, interface=self._interface(seat))
                 self._put(msgspec.structs.replace(message, seat=seat))
             case _:
@@ -313,57 +354,3 @@ class Membership:
                 orders.put(messages.encode(message))
         except Exception as error:
             self._end(error)
-
-
-def _refused(nodes: Nodes, error: StoreUnreachable) -> RallypointError:
-    """Return a refusal by the lead's store in the words of a job on several nodes."""
-    if error.code == "wrong-secret":
-        file = nodes.secret_file
-        own = file == secret_source.key_path(os.environ)
-        shared = "the home folder may not be shared: each node has a key file of its own then"
-        other = ("or name a file that is the same on all nodes", "rallypoint run --secret-file ...")
-        return UsageError(
-            "wrong-secret",
-            f"the lead of the job has another secret than {file or 'that'} of this node",
-            why=(error.headline, *([shared] if own else [])),
-            help=(("copy node 0's file to this node", ""), *([other] if own else [])),
-        )
-    if error.code == "wrong-job":
-        return UsageError(
-            "wrong-job",
-            "another job is at this endpoint: its nodes were started with another --rdzv-id",
-            why=(error.headline,),
-            help=(("give each job an endpoint of its own", "--rdzv-endpoint node0:29401"),),
-        )
-    if error.code == "tls-mismatch":
-        without = "this node was started with --tls, and the lead of the job was not"
-        with_it = "the lead of the job was started with --tls, and this node was not"
-        return UsageError(
-            "tls-mismatch",
-            without if nodes.tls else with_it,
-            why=(error.headline,),
-            help=(("start all nodes with the same options", ""),),
-        )
-    if error.code == "tls-intercepted":
-        return EnvironmentProblem(
-            "tls-intercepted",
-            "something between this node and the lead of the job opens the connection and reads it",
-            why=(error.headline,),
-            help=error.help,
-        )
-    return EnvironmentProblem(error.code, error.headline, why=error.why, help=error.help)
-
-
-def _timed_out(
-    nodes: Nodes, *why: str, help: tuple[tuple[str, str], ...] = ()
-) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        "join-timeout",
-        f"the lead of the job, at {nodes.folder or nodes.host}, was not reached within {nodes.join_timeout:g} s",
-        why=why,
-        help=(
-            *help,
-            ("look whether the launcher of node 0 runs, and whether a firewall is between", ""),
-            ("or give it more time", "--rdzv-conf join_timeout=1200"),
-        ),
-    )

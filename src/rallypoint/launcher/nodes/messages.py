@@ -62,6 +62,10 @@ NODES = "node/"
 """Beginning of the keys of applicants, which end with their ids."""
 
 
+LEADER = "leader"
+"""Key of the lead's own applicant."""
+
+
 def to_node(id: str) -> str:
     """Return the name of the queue of what the lead sends to this applicant."""
     return f"to/{id}"
@@ -137,6 +141,15 @@ class AllWait(NodeMessage):
     waits: bool = True
 
 
+class Notice(NodeMessage):
+    """Word of a batch system that it will end the job soon, which the lead passes on to the other
+    nodes.
+    """
+
+    node: int
+    signal: str
+
+
 class Over(NodeMessage):
     """The end of all ranks of a node, with everything that they left running.
 
@@ -203,10 +216,11 @@ class ResultOf(NodeMessage):
 
 
 class Pong(NodeMessage):
-    """The lead's time: seconds since its agent's start."""
+    """The lead's time: seconds since its agent's start, and since 1970."""
 
     number: int
     now: float
+    wall: float = 0.0
 
 
 class Try(NodeMessage):

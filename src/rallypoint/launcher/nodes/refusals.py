@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import dataclass_transform
 
 import msgspec
 
 from rallypoint.diagnosis.report import TEMPORARY
-from rallypoint.launcher.nodes.messages import Applicant
+from rallypoint.launcher.nodes.messages import Applicant, Refused
 
 USAGE_STATUS = 2
 HOSTS_MOST = 8  # that one line names
@@ -92,11 +93,30 @@ def duplicate(applicant: Applicant, older: str, rank: int) -> Refuse:
     return Refuse(applicant.id, "node-duplicate", headline, (why,), ((help, ""),))
 
 
+def two_leads(here: str, there: str, address: str) -> Refused:
+    """Return the refusal of a node 0 on host `here`, where all others go to `there`."""
+    headline = f"{there} and {here} were both started as node 0"
+    why = f"the place belongs to {there}, which answers at {address}"
+    help = "give each node a --node-rank of its own"
+    return Refused("node-duplicate", headline, (why,), ((help, ""),))
+
+
 def complete(applicant: Applicant, nodes: str, count: int) -> Refuse:
     """Return the refusal of an applicant that comes when every place is taken by these `nodes`."""
     headline = f"{applicant.host} has no place in this job: all {count} nodes have come"
     help = "start as many nodes as --nnodes says, or raise it on all of them"
     return Refuse(applicant.id, "job-complete", headline, (nodes,), ((help, ""),))
+
+
+def patches(applicants: Iterable[Applicant], lead: str) -> tuple[str, ...]:
+    """Return a line about applicants whose torch differs in its last number alone, if any does."""
+    by_torch: dict[str, list[Applicant]] = {}
+    for one in applicants:
+        by_torch.setdefault(one.versions.torch, []).append(one)
+    if len(by_torch) < 2:
+        return ()
+    told = ", ".join(f"torch {torch} on {named(them, lead)}" for torch, them in by_torch.items())
+    return (f"the nodes differ in torch's last number: {told}",)
 
 
 def timed_out(id: str, because: str, roll: Sequence[str]) -> Refuse:
@@ -125,14 +145,16 @@ def no_common_address(
 
 
 def named(applicants: Iterable[Applicant], lead: str = "") -> str:
-    """Return the hosts of applicants, with the places that they asked for. `lead`: the id of the
-    one with place 0.
+    """Return the hosts of applicants, with the places that they asked for, and the processes of
+    those on one host. `lead`: the id of the one with place 0.
     """
-    names = [
-        applicant.host
-        if applicant.node_rank is None and applicant.id != lead
-        else f"{applicant.host} (node {applicant.node_rank or 0})"
-        for applicant in applicants
-    ]
+    every = [*applicants]
+    hosts = Counter(one.host for one in every)
+    names = []
+    for one in every:
+        has_place = one.node_rank is not None or one.id == lead
+        known = [f"node {one.node_rank or 0}"] if has_place else []
+        known += [f"pid {one.pid}"] if hosts[one.host] > 1 else []
+        names.append(f"{one.host} ({', '.join(known)})" if known else one.host)
     more = len(names) - HOSTS_MOST
     return ", ".join(names[:HOSTS_MOST]) + (f" and {more} more" if more > 0 else "")
