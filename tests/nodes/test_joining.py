@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from .conftest import MakeCluster
-from .jobs import NO_SECRET, PORT, STAY, TELL, Jobs, codes, told
+from .jobs import NO_SECRET, PORT, STAY, TELL, WITHOUT_TORCH, Jobs, codes, told
 from .netns import Cluster, Process
 
 
@@ -184,6 +186,34 @@ def test_a_secret_that_others_can_read(two: Jobs) -> None:
     assert "chmod" in one.output()
 
 
+DIFFERS = """
+import platform, rallypoint, rallypoint.launcher.torch_version as installed
+{}
+"""
+"""What a node has at the start of Python; the versions are read from there."""
+
+VERSIONS = {
+    "rallypoint": "rallypoint.__version__ = '9.0.0'",
+    "Python": "platform.python_version = lambda: '3.99.1'",
+    "torch": "installed.torch_version = lambda: '2.99.0'",
+}
+
+
+def test_versions_that_differ_are_refused_by_name(two: Jobs) -> None:
+    lead = two.start(two.cluster[0])
+    others = {}
+    for name, line in VERSIONS.items():
+        folder = two.folder / name
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(DIFFERS.format(line))
+        paths = os.pathsep.join([str(folder), str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")])
+        others[name] = two.start(two.cluster[1], env={"PYTHONPATH": paths})
+    for name, one in others.items():
+        ended(one, "node-skew")
+        assert f"node1 has {name} " in one.output()
+    well([lead, two.start(two.cluster[1])])
+
+
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "number of nodes": ({"nnodes": 3}, "node-skew"),
     "program": ({"program": TELL + "print()\n"}, "node-skew"),
@@ -312,6 +342,42 @@ def test_an_endpoint_that_nobody_has(two: Jobs) -> None:
         assert "10.77.0.99" in one.output()
 
 
+def test_node_0_has_too_few_ports(two: Jobs) -> None:
+    """One for the ranks, and none for the job's store."""
+    options = ["--port-range", "29510-29510", "--rdzv-conf", "join_timeout=3"]
+    lead, other = two.start_all(TELL, *options)
+    ended(lead, "ports-exhausted", 1)
+    ended(other, "join-timeout", 75)
+
+
+def test_a_node_has_no_port_to_connect_from(two: Jobs) -> None:
+    node = two.cluster[1]
+    hold = "import socket, time; s = socket.create_server(('', 40000)); print('ok'); time.sleep(60)"
+    held = node.start([sys.executable, "-u", "-c", hold])
+    held.wait_for("ok")
+    range_of = "net.ipv4.ip_local_port_range"
+    assert node.run(["sysctl", "-w", f"{range_of}=40000 40000"])[0] == 0
+    lead, other = two.start_all(TELL, "--rdzv-conf", "join_timeout=3")
+    ended(other, "join-timeout", 75)
+    assert "Cannot assign requested address" in " ".join(other.output().split())
+    assert node.run(["sysctl", "-w", f"{range_of}=32768 60999"])[0] == 0
+    held.kill()
+    ended(lead, "join-timeout", 75)
+
+
+def test_no_address_of_node_0_is_reached_by_all(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    jobs = Jobs(make_cluster(3), tmp_path)
+    zero, _, two = jobs.cluster.nodes
+    zero.ip("addr add 10.78.0.1/24 dev eth0")
+    two.ip("addr add 10.78.0.3/24 dev eth0", "addr del 10.77.0.3/24 dev eth0")
+    two.set_hosts("10.78.0.1 node0\n127.0.0.1 localhost\n")
+    for one in jobs.start_all():
+        ended(one, "no-common-address")
+        said = " ".join(one.output().split())
+        assert "node1 (node 1): 10.77.0.1" in said
+        assert "node2 (node 2): 10.78.0.1" in said
+
+
 def test_a_name_that_is_never_known(two: Jobs) -> None:
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"nobody:{PORT}"]
     one = two.start(two.cluster[1], TELL, "--rdzv-conf", "join_timeout=3", where=where)
@@ -356,16 +422,20 @@ def test_ctrl_c_while_others_are_waited_for(two: Jobs) -> None:
     assert one.wait(5.0) in (130, -signal.SIGINT)
 
 
-def test_a_home_that_cannot_be_written(two: Jobs) -> None:
-    """The run folder of one node cannot be made; that node says so."""
+@pytest.mark.parametrize("how", ["ro", "size=4k"])
+def test_a_home_that_cannot_be_written(two: Jobs, how: str) -> None:
+    """The run folder of one node cannot be made, or its disk is full; that node says so."""
     home = two.cluster[1].home
     mounted, said = two.cluster[1].run(
-        ["mount", "-t", "tmpfs", "-o", "ro", "none", str(home)], cwd=Path("/")
+        ["mount", "-t", "tmpfs", "-o", how, "none", str(home)], cwd=Path("/")
     )
     assert mounted == 0, said
+    if how != "ro":
+        filled, _ = two.cluster[1].run(["dd", "if=/dev/zero", f"of={home}/full"], cwd=Path("/"))
+        assert filled != 0
     started = two.start_all()
-    statuses = [one.wait() for one in started]
-    assert statuses[0] == 0 or codes(started[0])
-    assert statuses[1] == 0 or codes(started[1])
-    assert "Traceback" not in started[0].output() + started[1].output()
+    well(started)
+    said = {"ro": "Read-only file system", "size=4k": "No space left on device"}[how]
+    assert re.search(f"no record of this run is kept: .*{said}", started[1].output())
+    assert "no record" not in started[0].output()
     assert two.cluster[1].run(["umount", str(home)], cwd=Path("/")) == (0, "")

@@ -302,7 +302,7 @@ class OtherNodes:
             self._lease_due = now + min(left, LEASE_LOOK)
             self._job.loop.at("lease", self._lease_due, self._look_at_lease)
         else:
-            self._on_lost("the lead has not answered in time")
+            self._on_lost("nothing is heard of the lead any more")
 
     def _on_lost(self, because: str, still: float = 0.0) -> None:
         """End the ranks: the conversation with the lead is over. `still`: seconds for which this
