@@ -209,14 +209,16 @@ def test_variables_of_an_outer_step_are_not_the_batch_scripts() -> None:
     assert (found.nodes, found.starts) == (2, True)
 
 
-def test_all_components_of_a_job_are_its_nodes() -> None:
+def test_a_job_of_several_components_needs_srun() -> None:
+    """The components are one step, but srun's standard input is that of the first alone."""
     parts = env(
         "HET_SIZE=2 JOB_NUM_NODES=1 JOB_NODELIST=node1 JOB_NODELIST_HET_GROUP_0=node1"
         " JOB_NODELIST_HET_GROUP_1=big[1-2] JOB_NUM_NODES_HET_GROUP_0=1 JOB_NUM_NODES_HET_GROUP_1=2"
     )
     found = seen(BATCH | parts, "batch")
-    assert (found.nodes, found.host, found.unclear) == (3, "node1", ())
-    assert headlines(seen(BATCH | parts | env("HET_SIZE=3"), "batch")) != []
+    assert (found.nodes, found.host, len(found.unclear)) == (3, "node1", 1)
+    assert "srun --het-group=0-1" in found.unclear[0].help[0][1]
+    assert len(seen(BATCH | parts | env("HET_SIZE=3"), "batch").unclear) == 2
     assert seen(HET_STEP).nodes == 2
 
 

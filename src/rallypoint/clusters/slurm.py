@@ -210,6 +210,20 @@ def _batch(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
         total += count or 0
         names += listed
     slots = _asked_tasks(environ) if len(each) == 1 else []
+    if len(each) > 1:
+        # The standard input of srun reaches the tasks of one component.
+        told.unclear.append(
+            Unclear(
+                _PLACED,
+                f"{each[-1]} is a component of a heterogeneous job, whose step the launcher does not start",
+                help=(
+                    (
+                        "start it with srun",
+                        f"srun --het-group=0-{len(each) - 1} --ntasks-per-node=1 rallypoint run ...",
+                    ),
+                ),
+            )
+        )
     tasks = f"ranks {slots[0]} here, from SLURM_TASKS_PER_NODE" if slots else ""
     return Cluster(
         name="Slurm",

@@ -57,11 +57,9 @@ _script: socket.socket | None = None
 """Connection of node 0's launcher to the one in the batch script, until it has said its status."""
 
 
-def command(environ: Mapping[str, str], name: str, launcher: Sequence[str]) -> list[str]:
+def command(name: str, launcher: Sequence[str]) -> list[str]:
     """Return the command that starts `launcher` on all nodes of a job, in a step of this name."""
-    size = environ.get("SLURM_HET_SIZE", "")
-    all_parts = [f"--het-group=0-{int(size) - 1}"] if size.isdecimal() and int(size) > 1 else []
-    return [*SRUN, f"--job-name={name}", *all_parts, *launcher]
+    return [*SRUN, f"--job-name={name}", *launcher]
 
 
 def environment(environ: Mapping[str, str], path: str) -> dict[str, str]:
@@ -82,7 +80,7 @@ def start(environ: Mapping[str, str]) -> int:
     signals = SignalLog((*STOPS, *NOTICES))
     try:
         srun = subprocess.Popen(
-            command(environ, step, launcher),
+            command(step, launcher),
             stdin=subprocess.PIPE,
             env=environment(environ, path),
             process_group=0,  # a signal for the group of this launcher would end srun at once
@@ -112,6 +110,7 @@ class _Step:
         self._srun = srun
         self._asked = False  # to stop
         self._status = b""  # of node 0's launcher, as it says it
+        self._ending = [signal.SIGTERM, signal.SIGKILL]  # for srun, when it stays too long
 
     def run(self, listener: socket.socket, signals: SignalLog) -> int:
         """Hand on what node 0 says, and signals, until srun has ended; return the exit status.
@@ -121,7 +120,6 @@ class _Step:
         """
         ended = system_calls.pidfd_open(self._srun.pid)
         waiting: list[int | socket.socket] = [ended, signals.fileno(), listener]
-        ending = [signal.SIGTERM, signal.SIGKILL]
         node: socket.socket | None = None
         over = False  # node 0's launcher has ended
         try:
@@ -141,8 +139,8 @@ class _Step:
                     if not more:
                         over = True
                         waiting.remove(node)
-                elif over and not ready and ending:
-                    self._srun.send_signal(ending.pop(0))
+                elif over and not ready and self._ending:
+                    self._srun.send_signal(self._ending.pop(0))
         finally:
             os.close(ended)
             if node is not None:
@@ -153,9 +151,11 @@ class _Step:
         status = self._srun.wait()
         if self._status.strip().isdigit():
             return int(self._status)
+        status = status if status >= 0 else 128 - status
         if over and not self._asked and status == 128 + signal.SIGKILL:
-            return TRY_AGAIN  # node 0's launcher was killed
-        return status if status >= 0 else 128 - status
+            # Node 0's launcher was killed; or it has refused to start, and the others waited for it.
+            return TRY_AGAIN if len(self._ending) == 2 else 1
+        return status
 
     def _tell_all(self, node: socket.socket) -> None:
         """Give all nodes what node 0 says at first."""
