@@ -31,8 +31,11 @@ def f():
     rank = int(os.environ["RANK"])
 {body}
 
+options = json.loads(sys.argv[1])
 try:
-    print("result", json.dumps(rallypoint.launch(f, nproc=2, nnodes=2, **json.loads(sys.argv[1])), default=len))
+    for _ in range(options.pop("calls", 1) - 1):
+        rallypoint.launch(f, nproc=2, nnodes=2, **options)
+    print("result", json.dumps(rallypoint.launch(f, nproc=2, nnodes=2, **options), default=len))
 except rallypoint.WorkerError as error:
     print("result", json.dumps([error.report.code, error.ranks, repr(error.exceptions[0]), error.results]))
 except KeyboardInterrupt:
@@ -98,6 +101,12 @@ def test_node_0_returns_the_results_of_all_and_the_others_their_own(start: Start
     found = results(start("return rank, os.environ['GROUP_RANK'], 'x' * 3_000_000 * (rank == 2)"))
     whole = [[0, "0", ""], [1, "0", ""], [2, "1", "x" * 3_000_000], [3, "1", ""]]
     assert found == [whole, whole[2:]]
+
+
+def test_calls_follow_each_other(start: Start) -> None:
+    """A node may leave a call, and make the next, before the lead has left it."""
+    found = results(start("time.sleep(0.1 * (3 - rank)); return rank", calls=3))
+    assert found == [[0, 1, 2, 3], [2, 3]]
 
 
 def test_the_exception_of_a_rank_elsewhere_is_raised_on_each_node(start: Start) -> None:

@@ -94,6 +94,7 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""  # --rdzv-id: nodes of another job are refused
     secret_file: str = ""
     tls: bool = False  # between the launchers, and to the job's store
+    call: int = 0  # number of earlier calls of `launch`: a lead of one may still be about to leave
     join_timeout: float = JOIN_TIMEOUT  # seconds until all nodes must have come
     # seconds without a sign of life after which a node is lost
     timeout: float = NODE_TIMEOUT

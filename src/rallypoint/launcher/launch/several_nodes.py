@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -40,10 +42,12 @@ def settle(
     place = place or environ.get("PET_RDZV_ENDPOINT", "")
     if rank is None and (text := environ.get("PET_NODE_RANK", "")):
         rank = _number("PET_NODE_RANK", text)
-    cluster = None if place else detect(environ)
+    earlier = None if place else _handed_over
+    cluster = earlier.cluster if earlier is not None else None if place else detect(environ)
     nodes = Nodes(
         count=count,
         rank=rank,
+        call=next(_calls),
         job=environ.get("PET_RDZV_ID", ""),
         secret_file=secret_file or environ.get("RALLYPOINT_SECRET_FILE", ""),
         join_timeout=min(JOIN_TIMEOUT, timeout or JOIN_TIMEOUT),
@@ -80,10 +84,34 @@ def settle(
             "usage",
             f"node_rank={nodes.rank} is not a node of this job: it has {count}, counted from 0",
         )
-    nodes, secret, held = endpoint.settled(nodes, cluster, port_range)
-    listener = OwnedFds([held.detach()] if held is not None else ())
-    found = SettledNodes(nodes=nodes, secret=secret, cluster=cluster, listens=held is not None)
-    return msgspec.msgpack.encode(found), listener
+    if earlier is not None:
+        met = {
+            name: getattr(earlier.nodes, name) for name in ("host", "ports", "lead", "local_addr")
+        }
+        nodes, secret = msgspec.structs.replace(nodes, **met), earlier.secret
+        fds = [os.dup(fd) for fd in _listener.fds]
+    else:
+        nodes, secret, held = endpoint.settled(nodes, cluster, port_range)
+        fds = [held.detach()] if held is not None else []
+    found = SettledNodes(nodes=nodes, secret=secret, cluster=cluster, listens=bool(fds))
+    if nodes.exchange and earlier is None:
+        _keep(found, fds)
+    return msgspec.msgpack.encode(found), OwnedFds(fds)
+
+
+_calls = itertools.count()  # of launch over several nodes: all nodes make the same, in one order
+
+# What a cluster has handed over, which it does once for each process, and node 0's listener: the
+# calls that follow meet there, too.
+_handed_over: SettledNodes | None = None
+_listener = OwnedFds()
+
+
+def _keep(found: SettledNodes, fds: Sequence[int]) -> None:
+    global _handed_over
+    _handed_over = found
+    for fd in fds:
+        _listener.add(os.dup(fd))
 
 
 def _endpoint(place: str) -> tuple[str, int]:

@@ -114,7 +114,8 @@ def job_name(nodes: Nodes) -> str:
     ports may overlap.
     """
     first, last = min(nodes.ports), max(nodes.ports)
-    return nodes.job or ("none" if first == last else f"at ports {first}-{last}")
+    name = nodes.job or ("none" if first == last else f"at ports {first}-{last}")
+    return f"{name}, call {nodes.call}" if nodes.call else name
 
 
 def own_address(nodes: Nodes) -> str:

@@ -228,8 +228,10 @@ class Membership:
                     tls=nodes.tls,
                 )
             except StoreUnreachable as error:
-                # Another job may have one of several ports, and the lead come later.
-                if error.code in FINAL and (error.code != "wrong-job" or len(places) < 2):
+                # Another job may have one of several ports, and the lead come later; and the lead of
+                # an earlier call may wait for a node that is slow to leave.
+                comes = error.code == "wrong-job" and (len(places) > 1 or nodes.call > 0)
+                if error.code in FINAL and not comes:
                     raise endpoint.not_let_in(nodes, error) from None
                 if self._clock.elapsed() >= until:
                     # Where nothing listens, a list of the attempts says no more than the error.
