@@ -312,6 +312,11 @@ def mpi(request: pytest.FixtureRequest, nodes: Cluster) -> Iterator[Mpi]:
     assert not left, "the test has left processes:\n" + "\n".join(left)
 
 
+def places(mpi: Mpi) -> list[Path]:
+    """Return the folders by which launchers have found each other."""
+    return [*mpi.cluster[0].home.glob(".local/state/rallypoint/mpirun-*")]
+
+
 def errors(process: Process) -> list[str]:
     return re.findall(r"^error\[([a-z-]+)\]", process.output(), re.MULTILINE)
 
@@ -340,6 +345,7 @@ def test_one_task_for_each_rank(mpi: Mpi, tmp_path: Path) -> None:
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert {rank["LOCAL_WORLD_SIZE"] for rank in ranks} == {"2"}
     assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
+    assert places(mpi) == []
 
 
 @pytest.mark.nodes
@@ -370,9 +376,11 @@ def test_the_end_of_mpirun_ends_all_ranks(mpi: Mpi, tmp_path: Path) -> None:
     program.write_text(TELL + "import time; time.sleep(600)\n")
     job = mpi.start(*RUN, program)
     job.wait_for(r'"RANK": "1"')
+    assert bool(places(mpi)) == (mpi.name == "openmpi4")
     os.kill(job.pid, 15)
     assert job.wait() != 0
     assert not errors(job)
+    assert places(mpi) == []
 
 
 @pytest.mark.nodes
