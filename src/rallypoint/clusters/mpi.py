@@ -13,8 +13,8 @@ from rallypoint.clusters.cluster import Cluster, Files, Unclear
 from rallypoint.clusters.secret_source import key_path
 from rallypoint.errors import EnvironmentProblem, UsageError
 
-FLAGS = "rallypoint run --nnodes 2 --node-rank ... --master-addr node0 --secret-file ~/rallypoint-secret"
-"""Options that tell what mpirun does not."""
+FLAGS = "--rdzv-backend c10d --rdzv-endpoint node0:29400 --secret-file ~/rallypoint-secret"
+"""Options that tell where node 0 is, when mpirun does not: the same in each task."""
 
 OLDEST_PMIX = 4
 """Major version of the first PMIx that Open MPI does not keep inside itself: that of Open MPI 4 can be
@@ -39,12 +39,19 @@ _HYDRA = {
     "local_size": "MPI_LOCALNRANKS",
 }
 _FILLED_BY = {
-    "size": ("nnodes", "node_rank", "rdzv_endpoint"),
-    "rank": ("node_rank", "rdzv_endpoint"),
+    "size": ("nnodes",),
+    "rank": ("rdzv_endpoint",),
     "local_rank": ("nproc_per_node",),
     "local_size": ("nproc_per_node",),
 }
 """Options with which a job starts although a variable is missing."""
+
+_HELP = {
+    "size": ("say how many tasks there are", "--nnodes 2"),
+    "rank": ("say where node 0 is, the same in each task", FLAGS),
+    "local_rank": ("say how many ranks this task has", "-n 1"),
+    "local_size": ("say how many ranks this task has", "-n 1"),
+}
 
 
 def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
@@ -79,7 +86,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Cluster:
     gap = Unclear(
         ("rdzv_endpoint",),
         f"{missing} is not set in a task of Open MPI's: node 0 cannot tell the others where it is",
-        help=(("say where node 0 is", FLAGS),),
+        help=(_HELP["rank"],),
     )
     return _replaced(cluster, unclear=(*cluster.unclear, gap))
 
@@ -100,7 +107,7 @@ def _hydra(environ: Mapping[str, str], files: Files) -> Cluster:
     gap = Unclear(
         ("rdzv_endpoint",),
         f"PMI_FD is not set in a task of {name}'s: node 0 cannot tell the others where it is",
-        help=(("say where node 0 is", FLAGS),),
+        help=(_HELP["rank"],),
     )
     return _replaced(cluster, unclear=(*cluster.unclear, gap))
 
@@ -115,10 +122,7 @@ def _tasks(name: str, names: Mapping[str, str], environ: Mapping[str, str]) -> C
             told[key] = int(text)
             continue
         what = f"is {text!r}, and no number" if text else f"is not set in a task of {name}'s"
-        help = (("say how many ranks this task has", "rallypoint run -n 1 ..."),)
-        if "nproc_per_node" not in _FILLED_BY[key]:
-            help = (("say which node this is, and where node 0 is", FLAGS),)
-        unclear.append(Unclear(_FILLED_BY[key], f"{variable} {what}", help=help))
+        unclear.append(Unclear(_FILLED_BY[key], f"{variable} {what}", help=(_HELP[key],)))
     local = None
     if "local_rank" in told and told.get("local_size", 1) > 1:
         local = (told["local_rank"], told["local_size"])
@@ -169,7 +173,7 @@ def not_answered(step: str, why: str) -> UsageError:
         "cluster-unclear",
         f"node 0 cannot tell the others where it is: {step}",
         why=(why,) if why else (),
-        help=(("say where node 0 is, and name a file with a secret", FLAGS),),
+        help=(_HELP["rank"],),
     )
 
 

@@ -130,7 +130,7 @@ class _Failed(Exception):
 
 
 def _versions(library: ctypes.CDLL, environ: Mapping[str, str]) -> str:
-    own = library.PMIx_Get_version().decode().split(",")[0]
+    own = library.PMIx_Get_version().decode().partition(" (")[0].partition(",")[0]
     return f"the library is {own}, the server PMIx {environ.get('PMIX_VERSION', 'of no version')}"
 
 
