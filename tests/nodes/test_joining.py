@@ -98,6 +98,16 @@ def test_nodes_of_ipv6_alone(make_cluster: MakeCluster, tmp_path: Path) -> None:
     assert ranks[1]["MASTER_ADDR"] == jobs.cluster[0].address
 
 
+def test_node_0_of_ipv6_alone_does_not_find_its_own_name(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """A pod's name comes into the DNS after the pod has started: node 0 listened at 0.0.0.0."""
+    jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)
+    jobs.cluster[0].forget_names()
+    where = ["--rdzv-endpoint", jobs.endpoint, "--rdzv-backend", "c10d"]
+    well(jobs.start_all(TELL, "--rdzv-conf", "join_timeout=20", where=where))
+
+
 def test_a_folder_that_nodes_of_ipv6_alone_share(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """The lead listened at 0.0.0.0, and wrote addresses of IPv6 into the folder."""
     jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)

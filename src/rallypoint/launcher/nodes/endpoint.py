@@ -216,8 +216,11 @@ def _listening_address(host: str, must: bool, timeout: float) -> str:
     places = _numeric(host, timeout)
     if not (must or _is_own(places)):
         return ""
-    is_ipv6 = bool(places) and all(family == socket.AF_INET6 for family, _ in places)
-    return "::" if is_ipv6 else "0.0.0.0"
+    if places:
+        versions = {6 if family == socket.AF_INET6 else 4 for family, _ in places}
+    else:  # a name that is not known yet will have an address of this machine's
+        versions = {address.version for _, address in addresses.look(timeout).reachable()}
+    return "::" if versions == {6} else "0.0.0.0"
 
 
 def _numeric(host: str, timeout: float) -> list[probe.Place]:
