@@ -23,6 +23,7 @@ from rallypoint.store.server.server import Server
 from rallypoint.testing import ChaosProxy
 
 from .live import DEADLINE, Thread, running, until
+from .processes import ServerProcess
 
 SECRET = b"a secret of at least sixteen bytes"
 KEY, VALUE = "model/step/checkpoint-path", b"s3 bucket and the token for it, in a value"
@@ -357,3 +358,36 @@ def test_strangers_are_bounded_as_without_tls(
             slow.settimeout(DEADLINE)
             slow.sendall(b"\x16\x03\x01")  # a TLS client that says no more
             assert slow.recv(1) == b""
+
+
+FEW = """
+import functools, resource
+from rallypoint.store.certificate import new_identity
+rallypoint.Server = functools.partial(rallypoint.Server, identity=new_identity())
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+"""
+
+
+def test_a_server_without_descriptors_says_so_and_takes_who_waits_when_some_are_free() -> None:
+    with ServerProcess(FEW) as process, contextlib.ExitStack() as stack:
+
+        def join(timeout: float) -> rallypoint.Store:
+            return rallypoint.connect(
+                process.address, secret=process.secret, timeout=timeout, same_host=False
+            )
+
+        stores = [stack.enter_context(join(DEADLINE))]
+
+        def fill() -> None:
+            while len(stores) < 48:
+                stores.append(stack.enter_context(join(1.0)))
+
+        with pytest.raises(rallypoint.StoreUnreachable) as caught:
+            fill()
+        assert len(stores) > 5
+        assert caught.value.code == "store-full"
+        assert "Too many open files" in str(caught.value)
+        assert stores[0].add("n") == 1, "those who are in are served"
+        waiting = Thread(join, DEADLINE)
+        stores.pop().close()
+        waiting.result().close()

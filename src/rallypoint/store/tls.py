@@ -33,6 +33,8 @@ from rallypoint.store.certificate import TlsIdentity, client_context
 from rallypoint.store.logger import logger
 from rallypoint.store.tls_connection import RECORD_BYTES, TURN_BYTES, TlsConnection
 from rallypoint.store.tls_socket import TlsSocket
+from rallypoint.wire.frames import framed
+from rallypoint.wire.messages import Refusal, encode
 
 BUFFER_BYTES = 1024 * 1024
 """Bytes that a plain end may hold. The kernel gives less, as a rule twice its usual 208 KiB, which is
@@ -42,7 +44,7 @@ LINGER = 1.0
 """Seconds in which the last bytes of a connection must have left, once its user has closed it."""
 
 FULL_PAUSE = 0.2
-"""Seconds for which no connection is accepted when this process has no descriptor left."""
+"""Seconds for which no connection is accepted after one was refused for want of a descriptor."""
 
 ACCEPTS = 64
 """New connections taken in one turn, so that a storm of them does not stop the others."""
@@ -80,6 +82,8 @@ class TlsThread:
         self._accepts_at = inf  # again, after a pause
         self._scratch = memoryview(bytearray(TURN_BYTES + 2 * RECORD_BYTES))
         self.has_ended = False
+        # Given up when there is no descriptor for a newcomer, which is told so.
+        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if listeners else -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -249,15 +253,31 @@ class TlsThread:
             except BlockingIOError:
                 return
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._no_room(listener, tcp, error)
+                    return
                 if tcp is not None:
                     tcp.close()
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._accepts_at = self._now() + FULL_PAUSE
-                    for fd in self._listeners:
-                        self._epoll.unregister(fd)
-                    return
                 continue  # it has gone already
             self._adopt(user)
+
+    def _no_room(self, listener: socket.socket, tcp: socket.socket | None, error: OSError) -> None:
+        """Turn a new connection away with a reason, as there are no descriptors for it."""
+        log.warning("the store can take no new connection: %s", error.strerror)
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
+        with contextlib.suppress(OSError), tcp or listener.accept()[0] as refused:
+            refused.setblocking(False)
+            text = f"its server cannot take another connection now: {error.strerror}"
+            answer = framed(encode(Refusal("store-full", text, passing=True)))
+            refused.send(answer, socket.MSG_NOSIGNAL)
+            refused.recv(RECORD_BYTES)  # left unread it could cost the client the answer
+        with contextlib.suppress(OSError):  # another thread was faster
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._accepts_at = self._now() + FULL_PAUSE
+        for fd in self._listeners:
+            self._epoll.unregister(fd)
 
     def _close(self) -> None:
         self.has_ended = True
@@ -272,7 +292,9 @@ class TlsThread:
             listener.close()
         self._epoll.close()
         wake, self._wake = self._wake, -1
-        os.close(wake)
+        for fd in (wake, self._reserve):
+            if fd >= 0:
+                os.close(fd)
 
 
 def secured(tcp: socket.socket) -> TlsSocket:
