@@ -101,8 +101,12 @@ class TlsThread:
         near, far = socket.socketpair()
         for end in (near, far):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        with far:
-            user = TlsSocket(far, tcp, binding)
+        try:
+            with far:
+                user = TlsSocket(far, tcp, binding)
+        except OSError:  # the other side has gone already
+            near.close()
+            raise
         near.setblocking(False)
         user.setblocking(False)
         tcp.setblocking(False)
@@ -112,7 +116,7 @@ class TlsThread:
 
     def stop(self) -> None:
         """Let what is on its way leave, for LINGER seconds at most, and end. Every plain end has been
-        closed before. May be called in the thread's place, when it was never started."""
+        closed before. The thread need not have been started."""
         self._ends_at = self._now() + LINGER
         self._look()
         if self._thread.ident is None:
@@ -163,7 +167,7 @@ class TlsThread:
                 self._epoll.register(fd, select.EPOLLIN)
 
     def _is_done(self) -> bool:
-        """Whether nothing is left to do: a server's thread waits for the end of the server."""
+        """Tell whether nothing is left to do: a server's thread waits for the end of the server."""
         if self._connections or self._added:
             return False
         if self._adopt is not None:

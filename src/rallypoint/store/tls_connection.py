@@ -97,7 +97,7 @@ class TlsConnection:
             self._decrypt(scratch)
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; whether it is over."""
+        """Go on with the handshake, and tell whether it is over."""
         try:
             if len(self.first) > 1 and not self.first.startswith((TLS_BEGINS, ALERT_BEGINS)):
                 raise ssl.SSLError  # OpenSSL would wait for more of what it takes for its own
