@@ -69,6 +69,7 @@ def test_a_cluster_fills_in_what_was_not_given() -> None:
     assert nodes is not None
     assert (nodes.count, nodes.rank, nodes.host, nodes.ports) == (2, 1, "node0", (20000, 20001))
     assert (wanted.nproc, nodes.job, wanted.run_id) == (4, "7.0", "7.0")
+    assert nodes.by_cluster
     assert (wanted.master_port, wanted.notes) == (0, ())
 
 
@@ -94,6 +95,7 @@ def test_a_place_that_was_given_decides_who_leads() -> None:
     wanted = asked("--rdzv-backend c10d --rdzv-endpoint other:1", TWO)
     assert wanted.nodes is not None
     assert (wanted.nodes.rank, wanted.nodes.host, wanted.nodes.ports) == (None, "other", (1,))
+    assert not wanted.nodes.by_cluster
 
 
 @pytest.mark.parametrize("line", ["--nnodes 1", "--standalone"])
@@ -119,6 +121,16 @@ def test_a_gap_is_refused_unless_flags_fill_it() -> None:
     wanted = asked("--nnodes 2", cluster)
     assert wanted.nodes is not None
     assert (wanted.nodes.count, wanted.nodes.rank) == (2, 1)
+
+
+def test_a_place_that_is_given_leaves_the_number_of_this_node_open() -> None:
+    """At --rdzv-endpoint nodes get numbers as they come: none is asked for."""
+    gap = Unclear(("nnodes", "node_rank", "rdzv_endpoint"), "COUNT is not set")
+    cluster = Cluster(name="Gap", unclear=(gap,))
+    wanted = asked("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400", cluster)
+    assert wanted.nodes is not None
+    assert (wanted.nodes.count, wanted.nodes.rank) == (2, None)
+    assert refused("--nnodes 2 --node-rank 1", cluster).code == "cluster-unclear"
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ def test_nodes_of_ipv6_alone(make_cluster: MakeCluster, tmp_path: Path) -> None:
     jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)
     ranks = well(jobs.start_all())
     assert ranks[1]["MASTER_ADDR"] == jobs.cluster[0].address
+    # node 0 listened on IPv4 alone here
+    well(jobs.start_all(where=["--rdzv-endpoint", f"file://{tmp_path}/meeting"]))
 
 
 def test_node_0_of_ipv6_alone_does_not_find_its_own_name(

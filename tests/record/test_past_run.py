@@ -62,6 +62,11 @@ from rallypoint.record import kept_plan
             {"nodes": {"count": 2, "folder": "/shared/job.7", "job": "7"}},
             "--nnodes 2 --rdzv-endpoint file:///shared/job --rdzv-id 7 ",
         ),
+        (  # the place was that job's
+            {"nodes": {"count": 2, "host": "n1", "ports": [20016], "job": "7", "by_cluster": True}},
+            "",
+        ),
+        ({"nodes": {"count": 2, "secret_file": "key", "by_cluster": True}}, "--secret-file key "),
     ],
 )
 def test_the_command_starts_the_same_job_again(options: dict[str, object], words: str) -> None:

@@ -99,7 +99,8 @@ def _fill_in(
     """
     placed = _place_given(values, given)
     for gap in cluster.unclear:
-        if not all(key in given or (key in _PLACE and placed) for key in gap.flags):
+        by_place = (*_PLACE, "node_rank") if placed else ()
+        if not all(key in given or key in by_place for key in gap.flags):
             raise UsageError("cluster-unclear", gap.headline, why=gap.why, help=gap.help)
     if cluster.kill_after is not None and not {"grace", "shutdown_timeout"} & given.keys():
         # The report is written after the grace.
@@ -300,6 +301,7 @@ def _nodes(
         local_addr=values["local_addr"],
         job=values["rdzv_id"],
         secret_file=values["secret_file"] or (cluster.secret if cluster is not None else ""),
+        by_cluster=by_cluster is not None and count == by_cluster.nodes,
         exchange=by_cluster.exchange if by_cluster is not None else "",
         tls=values["tls"],
         timeout=values["node_timeout"],

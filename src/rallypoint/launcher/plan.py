@@ -86,6 +86,7 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     # Where the lead listens: a name or an address, and the ports that are tried in this order.
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = (COORDINATION_PORT,)
+    by_cluster: bool = False  # a cluster has told all this, and no flag
     exchange: str = ""  # module of clusters/ that hands the lead's place to all nodes instead
     lead: tuple[str, ...] = ()  # addresses of the lead, once it was handed over
     folder: str = ""  # on a shared disk, where the lead writes its addresses instead

@@ -41,9 +41,25 @@ class _Nodes(msgspec.Struct, frozen=True):
     join_timeout: float = 600.0
     timeout: float = 2.0
     tls: bool = False
+    by_cluster: bool = False
 
     def options(self) -> Iterator[tuple[str, str]]:
         """Yield the options by which a node joins the others again."""
+        if not self.by_cluster:  # else it gives the next job another place
+            yield from self._place()
+        yield "--local-addr", self.local_addr
+        yield "--secret-file", self.secret_file
+        usual = _Nodes()
+        settings = []
+        if self.is_host is not None:
+            settings.append(f"is_host={str(self.is_host).lower()}")
+        if self.join_timeout != usual.join_timeout:
+            settings.append(f"join_timeout={self.join_timeout:g}")
+        yield "--rdzv-conf", ",".join(settings)
+        if self.timeout != usual.timeout:
+            yield "--node-timeout", f"{self.timeout:g}"
+
+    def _place(self) -> Iterator[tuple[str, str]]:
         yield "--nnodes", str(self.count)
         if self.folder:
             # the id is the end of the folder's name, too
@@ -58,17 +74,6 @@ class _Nodes(msgspec.Struct, frozen=True):
         if self.rank is not None:
             yield "--node-rank", str(self.rank)
         yield "--rdzv-id", self.job
-        yield "--local-addr", self.local_addr
-        yield "--secret-file", self.secret_file
-        usual = _Nodes()
-        settings = []
-        if self.is_host is not None:
-            settings.append(f"is_host={str(self.is_host).lower()}")
-        if self.join_timeout != usual.join_timeout:
-            settings.append(f"join_timeout={self.join_timeout:g}")
-        yield "--rdzv-conf", ",".join(settings)
-        if self.timeout != usual.timeout:
-            yield "--node-timeout", f"{self.timeout:g}"
 
 
 class KeptPlan(msgspec.Struct, frozen=True):
