@@ -180,6 +180,18 @@ def test_of_two_nodes_of_one_host_a_dead_one_has_no_place() -> None:
     assert machine.nodes == {"a0": 0, "a3": 1, "a2": 2}
 
 
+def test_a_node_that_comes_while_a_dead_one_is_asked_has_its_place() -> None:
+    machine = joining()
+    come(machine, LEAD, applicant(1), applicant(3, host="gpu01"))
+    machine.handle(Reachable("a3", ()), 1.1)
+    assert come(machine, applicant(2), applicant(4), now=1.2) == []
+    form, refused = machine.handle(Went("a1"), 1.5)
+    assert isinstance(form, Form)
+    assert machine.nodes == {"a0": 0, "a3": 1, "a2": 2}
+    assert isinstance(refused, Refuse)
+    assert (refused.id, refused.code) == ("a4", "job-complete")
+
+
 def test_two_nodes_of_one_host_that_live_have_their_places() -> None:
     machine = joining()
     come(machine, LEAD, applicant(1), applicant(2, host="gpu01"))

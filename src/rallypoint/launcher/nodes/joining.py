@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, dataclass_transform
 
 import msgspec
@@ -128,9 +128,8 @@ class Joining:
         self._came_at: dict[str, float] = {}
         self._holders = {0: lead}  # of places that were asked for
         self._doubtful: dict[str, tuple[Applicant, float]] = {}  # and when each is refused
-        self._last_words: dict[
-            str, str
-        ] = {}  # by host: a line about each that tried and is not here
+        self._kept: dict[str, Applicant] = {}  # that came while an address was looked for
+        self._last_words: dict[str, str] = {}  # by host: of each that tried and is not here
         self._candidates: tuple[str, ...] = ()  # addresses of the lead
         self._reached: dict[str, frozenset[str]] = {}
         self._try_until = math.inf
@@ -147,7 +146,11 @@ class Joining:
     def handle(self, event: NodeEvent | Reachable, now: float) -> list[Decision]:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         row = TABLE[self.state].get(type(event))
-        return row(self, event, now) if row else []
+        decisions = row(self, event, now) if row else []
+        while self._kept and self.state is not Stage.PROVING:
+            first = self._kept.pop(next(iter(self._kept)))
+            decisions += self.handle(Came(first), now)
+        return decisions
 
     @property
     def due(self) -> float:
@@ -207,6 +210,7 @@ class Joining:
 
     def _went(self, event: Went, now: float) -> list[Decision]:
         self._doubtful.pop(event.id, None)
+        self._kept.pop(event.id, None)
         gone = self._here.pop(event.id, None)
         if gone is None:
             return []
@@ -244,7 +248,7 @@ class Joining:
         return [self._complete(applicant)]
 
     def _complete(self, applicant: Applicant) -> Decision:
-        nodes = f"they are {self._named(self._here.values())}"
+        nodes = f"they are {refusals.named(self._here.values(), self._lead.id)}"
         return refusals.complete(applicant, nodes, self._count)
 
     def _tick(self, event: Tick, now: float) -> list[Decision]:
@@ -280,7 +284,7 @@ class Joining:
 
     def _roll(self) -> Iterator[str]:
         """Yield a line about the nodes that are here, about the missing, and about each that tried."""
-        yield f"here: {self._named(self._here.values()) or 'none'}"
+        yield f"here: {refusals.named(self._here.values(), self._lead.id) or 'none'}"
         if all(one.node_rank is not None or one.id == self._lead.id for one in self._here.values()):
             ids = {one.id for one in self._here.values()}
             free = [
@@ -288,20 +292,10 @@ class Joining:
                 for rank in range(self._count)
                 if rank not in self._holders or self._holders[rank].id not in ids
             ]
-            yield (
-                f"missing: node {ranges(free)}"
-                if len(free) < 2
-                else f"missing: nodes {ranges(free)}"
-            )
+            yield f"missing: node{'s' * (len(free) > 1)} {ranges(free)}"
         if _is_loopback(self._listens_on):
-            yield (
-                f"node 0 listens at {self._listens_on}, which other machines do not reach: on "
-                "several machines --rdzv-endpoint or --master-addr names another address of node 0"
-            )
+            yield refusals.unreachable(self._listens_on)
         yield from [*self._last_words.values()][-refusals.HOSTS_MOST :]
-
-    def _named(self, applicants: Iterable[Applicant]) -> str:
-        return refusals.named(applicants, self._lead.id)
 
     # --- an address that all reach
 
@@ -331,6 +325,11 @@ class Joining:
         if event.id in self._here:
             self._reached[event.id] = frozenset(event.addresses)
         return self._choose() if len(self._reached) == self._count - 1 else []
+
+    def _keep(self, event: Came, now: float) -> list[Decision]:
+        """Keep one that comes meanwhile: of the others one may be gone, and its place be free."""
+        self._kept[event.applicant.id] = event.applicant
+        return []
 
     def _tick_while_proving(self, event: Tick, now: float) -> list[Decision]:
         decisions = self._refuse_doubtful(now)
@@ -388,7 +387,7 @@ TABLE: dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision
         Tick: Joining._tick,
     },
     Stage.PROVING: {
-        Came: Joining._late,
+        Came: Joining._keep,
         Went: Joining._went,
         Reachable: Joining._reachable,
         Tick: Joining._tick_while_proving,

@@ -144,6 +144,14 @@ def no_common_address(
     return tuple(Refuse(id, "no-common-address", headline, told, help) for id in ids)
 
 
+def unreachable(listens_on: str) -> str:
+    """Return that a lead which listens at an address of loopback is reached by no other machine."""
+    return (
+        f"node 0 listens at {listens_on}, which other machines do not reach: on several machines "
+        "--rdzv-endpoint or --master-addr names another address of node 0"
+    )
+
+
 def named(applicants: Iterable[Applicant], lead: str = "") -> str:
     """Return the hosts of applicants, with the places that they asked for, and the processes of
     those on one host. `lead`: the id of the one with place 0.
