@@ -218,7 +218,7 @@ class Job:
             f"{pattern!r} is not there {times} times:\n{self.output()}\n{self.slurm.said()}"
         )
 
-    def wait(self, timeout: float = 60.0) -> str:
+    def wait(self, timeout: float = 100.0) -> str:
         """Wait for the job to leave the queue; return its output."""
         asked = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self.number}")
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
