@@ -8,7 +8,7 @@ import pytest
 
 from .pods import KUBELET, Pod
 
-BEHIND_29500 = tuple(range(29501, 29509))
+BEHIND_29500 = tuple(range(29508, 29500, -1))
 
 TRAIN_JOB = Pod(  # pkg/runtime/framework/plugins/torch of kubeflow/trainer; the rest is JobSet's
     "digits-node-0-1",
