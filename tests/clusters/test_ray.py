@@ -29,7 +29,7 @@ WITHOUT_TORCH = Path(__file__).parents[1] / "without_torch"
 
 TELL = """
 import os, sys, time
-print("rank", *map(os.environ.get, ("RANK", "WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")), flush=True)
+print("rank", *map(os.environ.get, ("RANK", "WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")), flush=True)
 if sys.argv[1:] == ["stay"]:
     print("pid", os.getpid(), os.getppid(), flush=True)
     time.sleep(600)
@@ -38,7 +38,7 @@ if sys.argv[1:] == ["stay"]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster with two nodes of two CPUs each. Its raylets give their environment to the actors."""
+    """A cluster with two nodes of two CPUs each, and two GPUs as Ray believes. Its raylets give their environment to the actors."""
     module = importlib.import_module("ray.cluster_utils")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(WITHOUT_TORCH))
@@ -46,7 +46,9 @@ def cluster() -> Iterator[Any]:
         made = module.Cluster()
         try:
             for _ in range(2):
-                made.add_node(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False)
+                made.add_node(
+                    num_cpus=2, num_gpus=2, object_store_memory=100 << 20, include_dashboard=False
+                )
             patch.setenv("RAY_ADDRESS", made.address)
             yield made
         finally:
@@ -91,7 +93,7 @@ def have_ended(pids: Sequence[int], within: float = 10.0) -> bool:
 def test_a_program_runs_on_every_node(tmp_path: Path) -> None:
     job = started(tmp_path, "-n", "2", "train.py")
     out, err = job.communicate(timeout=60)
-    ranks = sorted(re.findall(r"^\[\d\] rank (\d) 4 (\d) 1$", out, re.MULTILINE))
+    ranks = sorted(re.findall(r"^\[\d\] rank (\d) 4 (\d) 1 0,1$", out, re.MULTILINE))
     assert ranks == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], err
     assert job.returncode == 0
 
@@ -143,7 +145,7 @@ def test_a_cluster_that_is_too_small_is_told_at_once() -> None:
     with pytest.raises(EnvironmentProblem) as refused:
         rallypoint.launch(print, nproc=3, nnodes=2, engine="ray")
     assert refused.value.code == "ray-unavailable"
-    assert "its nodes have: 2 CPU; 2 CPU" in refused.value.why
+    assert "its nodes have: 2 CPU, 2 GPU; 2 CPU, 2 GPU" in refused.value.why
 
 
 @needs_ray

@@ -187,3 +187,25 @@ def test_what_is_unclear_is_refused_and_a_shell_is_no_job(slurm: Slurm, tmp_path
     assert shell.wait() == 0
     assert world(shell.output()) == [("0", "1", "0", "1", "0")], shell.output()
     assert "is its shell's" in shell.output()
+
+
+CALLS = """
+import json, os
+import rallypoint
+
+def f():
+    return int(os.environ["RANK"]), os.environ["GROUP_RANK"]
+
+for ranks in 1, 2:
+    print("result", json.dumps(rallypoint.launch(f, nproc=ranks, nnodes=2)), flush=True)
+"""
+
+
+def test_a_program_that_srun_has_started_calls_launch_on_both_nodes(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    output = submit(slurm, tmp_path, f"srun {sys.executable} train.py", CALLS).wait()
+    found = re.findall(r"^result (.*)$", output, re.MULTILINE)
+    whole = '[[0, "0"], [1, "0"], [2, "1"], [3, "1"]]'
+    there = '[[2, "1"], [3, "1"]]'
+    assert sorted(found) == sorted(['[[0, "0"], [1, "1"]]', '[[1, "1"]]', whole, there]), output

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rallypoint.cli import args as parser
 from rallypoint.cli.args import CommandLine, Given
 from rallypoint.cli.commands import RUN
@@ -68,6 +70,8 @@ def read(line: CommandLine, detect: Callable[[], Cluster | None] = lambda: None)
     program = _program(line, values)
     behind, rest = _behind(line.words)
     nodes, more = _nodes(values, given, cluster)
+    if nodes is not None and values["engine"] == "ray":  # for --dry-run: no launcher of a node
+        nodes = msgspec.structs.replace(nodes, exchange="ray")
     address, port, ignored = _meeting_point(values, given, cluster)
     by_other_name = "grace" not in given and values["shutdown_timeout"] is not None
     return Options(
