@@ -60,7 +60,12 @@ print(*({f"rallypoint.clusters.{name}" for name, _ in MARKS} & set(sys.modules))
 def test_a_process_of_a_job_of_ours_has_its_place_from_that_job() -> None:
     """A rank that srun's launcher has started inherits srun's variables, and may start a job."""
     assert detect(STEP) is not None
-    assert detect({**STEP, "RALLYPOINT_JOB": "a1"}) is None
+    assert detect({**STEP, "RALLYPOINT_JOB": "a1", "RALLYPOINT_FAMILY": "b2"}) is None
+
+
+def test_a_job_that_a_user_has_named_for_connect_hides_no_cluster() -> None:
+    """Each node would have trained alone."""
+    assert detect({**STEP, "RALLYPOINT_JOB": "mine"}) is not None
 
 
 def test_a_cluster_fills_in_what_was_not_given() -> None:
