@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from rallypoint.testing.simulated_cluster import SimulatedCluster
+    from rallypoint.testing.cluster import SimulatedCluster
     from rallypoint.testing.simulated_node import SimulatedNode
 
 TTL = 2.0

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rallypoint.launcher.nodes.joining import Form, Joining
 from rallypoint.launcher.nodes.lead import Diagnose, DismissAll, JudgeAll, Lead, Lost, SentenceAll
-from rallypoint.testing.simulated_cluster import SimulatedCluster
+from rallypoint.testing.cluster import SimulatedCluster
 
 SEEDS = 300
 
