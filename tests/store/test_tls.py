@@ -20,6 +20,7 @@ from rallypoint.store.certificate import TlsIdentity, client_context, new_identi
 from rallypoint.store.client.member import Member
 from rallypoint.store.limits import ORPHAN
 from rallypoint.store.server.server import Server
+from rallypoint.store.tls import secured
 from rallypoint.testing import ChaosProxy
 
 from .live import DEADLINE, Thread, running, until
@@ -344,6 +345,14 @@ def test_nothing_is_left_of_either_side(identity: TlsIdentity) -> None:
     ):
         store["k"] = LARGE
     until(lambda: counted() == before, 10.0)
+
+
+def test_a_first_connection_that_has_gone_costs_those_that_follow_nothing(server: Server) -> None:
+    until(lambda: all(thread.name != "rallypoint: TLS" for thread in threading.enumerate()))
+    with socket.socket() as gone, pytest.raises(OSError, match="not connected"):
+        secured(gone)
+    with connect(server.address) as store:
+        assert store.add("n", 1) == 1
 
 
 def test_strangers_are_bounded_as_without_tls(

@@ -84,8 +84,8 @@ class TlsThread:
         self.has_ended = False
         # Given up when there is no descriptor for a newcomer, which is told so.
         self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if listeners else -1
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         for fd in self._listeners:
             self._epoll.register(fd, select.EPOLLIN)
@@ -95,6 +95,11 @@ class TlsThread:
     def start(self) -> None:
         """Start it. Raises RuntimeError when there is no thread to be had."""
         self._thread.start()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it runs, or has run."""
+        return self._thread.ident is not None
 
     def add(self, tcp: socket.socket, context: ssl.SSLContext, binding: bytes) -> TlsSocket:
         """Return the plain end of a connection, which belongs to this thread from now on."""
@@ -119,10 +124,10 @@ class TlsThread:
         closed before. The thread need not have been started."""
         self._ends_at = self._now() + LINGER
         self._look()
-        if self._thread.ident is None:
-            self._close()
-        else:
+        if self.has_started:
             self._thread.join()
+        else:
+            self._close()
 
     def forget(self) -> None:
         """Close, in a forked child, what the parent's thread has: a connection must end with it."""
@@ -152,7 +157,7 @@ class TlsThread:
         others = [fd for fd, event in events if not self._attend(fd, event)]
         # Last: a new connection may get the number of one that has just been closed.
         for fd in others:
-            if fd in self._listeners and self._ends_at == inf:
+            if fd in self._listeners and self._ends_at == self._accepts_at == inf:
                 self._accept(self._listeners[fd])
         self._begin_added()
         if self._ends_at < inf:
@@ -307,16 +312,20 @@ def secured(tcp: socket.socket) -> TlsSocket:
     with _sharing:
         if _context is None:
             _context = client_context()
-        if _shared is None or _shared.has_ended:
-            _shared = TlsThread("rallypoint: TLS")
-            user = _shared.add(tcp, _context, UNKNOWN)
-            try:
-                _shared.start()
-            except RuntimeError as error:  # no thread is to be had
-                _shared.forget()
+        if _shared is not None and not _shared.has_ended:
+            return _shared.add(tcp, _context, UNKNOWN)
+        thread = TlsThread("rallypoint: TLS")
+        try:
+            user = thread.add(tcp, _context, UNKNOWN)
+            thread.start()
+        except BaseException as error:  # its connection has gone, no thread is to be had, Ctrl-C
+            if not thread.has_started:  # else it ends with its connection
+                thread.forget()
+            if isinstance(error, RuntimeError):
                 raise OSError(errno.ENOMEM, str(error)) from error
-            return user
-        return _shared.add(tcp, _context, UNKNOWN)
+            raise
+        _shared = thread
+        return user
 
 
 _sharing = threading.RLock()

@@ -16,10 +16,11 @@ class TlsSocket(socket.socket):
     what travels there encrypted."""
 
     def __init__(self, end: socket.socket, tcp: socket.socket, binding: bytes) -> None:
+        names = tcp.getsockname(), tcp.getpeername()  # OSError: it has gone, and `end` stays
         super().__init__(fileno=end.detach())
         self.binding = binding  # SHA-256 of the server's certificate, as it was seen here
         self._family = tcp.family
-        self._names = tcp.getsockname(), tcp.getpeername()
+        self._names = names
 
     @property
     def family(self) -> socket.AddressFamily:
