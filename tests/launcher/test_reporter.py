@@ -53,6 +53,13 @@ def test_a_line_is_written_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     console.say_directly("nobody hears it")
 
 
+def test_a_line_has_no_control_sequences_of_somebody_elses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console.say_directly("rallypoint: refused by \x1b]0;title\x07\x1b[2Jcron")
+    assert capsys.readouterr().err == "rallypoint: refused by cron\n"
+
+
 @pytest.mark.parametrize("columns", ["45", "70"])
 def test_a_report_is_as_wide_as_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads a report of `run` got lines of 92 columns, whatever the terminal had."""

@@ -283,6 +283,18 @@ def test_after_a_while_the_missing_are_named_with_what_those_that_tried_said() -
     assert machine.due == 2 * ROLL_CALL_OF_NODES
 
 
+def test_a_stranger_cannot_write_lines_on_the_screens_of_the_nodes() -> None:
+    """What it says of itself is shown, and anybody may say anything."""
+    machine = joining()
+    come(machine, LEAD)
+    because = "this is the store of job 7, not of \n\x1b[2Jrallypoint: 3 of 3 nodes have come"
+    machine.handle(Rejected("10.0.0.9", because), 1.0)
+    (told,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
+    assert isinstance(told, TellMissing)
+    assert told.lines[-1].startswith("refused: 10.0.0.9: this is the store of job 7")
+    assert all(line.isprintable() for line in told.lines)
+
+
 def test_a_node_that_comes_with_the_right_secret_at_last_is_not_named_for_it() -> None:
     machine = joining()
     come(machine, LEAD)

@@ -373,7 +373,7 @@ def say_directly(text: str) -> None:
     """Write a line on stderr where there is no log pump (any more)."""
     if sys.stderr:  # it may have been closed at the start
         sys.stderr.write(
-            text + "\n"
+            render.printable(text) + "\n"
             # in one call: `print` writes the newline by itself, and the pump may write between the
             # two
         )

@@ -190,7 +190,8 @@ class OtherNodes:
                         say_directly("\n  ".join((f"rallypoint: {lines[0]}", *lines[1:])))
                     case NotReached(because) if self._clock.elapsed() >= told:
                         told = 2 * self._clock.elapsed()
-                        say_directly(f"rallypoint: the lead of the job is not reached: {because}")
+                        why = render.plain(because)  # a stranger may have answered there
+                        say_directly(f"rallypoint: the lead of the job is not reached: {why}")
                     case Refused() | LeadLost():
                         raise _error(heard)
                     case Exception():

@@ -13,6 +13,7 @@ from typing import Any, dataclass_transform
 
 import msgspec
 
+from rallypoint.diagnosis.render import plain
 from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes import refusals
 from rallypoint.launcher.nodes.messages import Applicant, Offers, Reachable
@@ -229,7 +230,8 @@ class Joining:
         return []
 
     def _rejected(self, event: Rejected, now: float) -> list[Decision]:
-        self._last_words[event.host] = f"refused: {event.host}: {event.because}"
+        because = plain(event.because)  # a stranger has chosen some of it
+        self._last_words[event.host] = f"refused: {event.host}: {because}"
         if len(self._last_words) > WORDS_MOST:
             del self._last_words[next(iter(self._last_words))]
         return []
