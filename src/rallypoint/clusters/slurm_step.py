@@ -78,6 +78,7 @@ def start(environ: Mapping[str, str]) -> int:
     step = f"rallypoint-{secrets.token_hex(4)}"
     listener, path = unix_sockets.private_socket("step")
     signals = SignalLog((*STOPS, *NOTICES))
+    srun: subprocess.Popen[bytes] | None = None
     try:
         srun = subprocess.Popen(
             command(step, launcher),
@@ -87,6 +88,8 @@ def start(environ: Mapping[str, str]) -> int:
         )
         return _Step(environ, step, srun).run(listener, signals)
     except OSError as error:
+        if srun is not None:
+            raise
         raise EnvironmentProblem(
             "cluster-unclear",
             f"srun cannot be started: {os.strerror(error.errno or 0)}",
@@ -94,6 +97,8 @@ def start(environ: Mapping[str, str]) -> int:
             help=(("run on this node alone", "rallypoint run --nnodes 1 ..."),),
         ) from error
     finally:
+        if srun is not None and srun.returncode is None:
+            srun.terminate()  # nobody follows the step any more
         signals.close()
         listener.close()
         unix_sockets.remove(path)
@@ -127,18 +132,19 @@ class _Step:
                 ready, _, _ = select.select(waiting, (), (), LINGER if over else None)
                 for number in signals.read():
                     self._hand_on(number)
+                # Before the end of srun: both may have come while a signal was handed on.
+                if node is not None and node in ready:
+                    more = node.recv(64)
+                    self._status += more
+                    if not more:
+                        over = True
+                        waiting.remove(node)
                 if ended in ready:
                     return self._result(over)
                 if listener in ready:
                     node, _ = listener.accept()
                     waiting[2] = node
                     self._tell_all(node)
-                elif node in ready and node is not None:
-                    more = node.recv(64)
-                    self._status += more
-                    if not more:
-                        over = True
-                        waiting.remove(node)
                 elif over and not ready and self._ending:
                     self._srun.send_signal(self._ending.pop(0))
         finally:

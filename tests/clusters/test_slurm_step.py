@@ -1,0 +1,54 @@
+"""Launcher in a batch script of Slurm's, with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import os, sys
+from rallypoint.clusters import slurm_step
+sys.exit(slurm_step.start(os.environ))
+"""
+
+SRUN = """
+import fcntl, os, socket, sys
+lock = open("lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+with socket.socket(socket.AF_UNIX) as node:
+    node.connect(os.environ["RALLYPOINT_OWN_STEP"].partition(" ")[2])
+    node.sendall(b"place and secret\\n")
+    print(sys.stdin.readline().strip(), flush=True)
+    open("asked").close()
+    node.sendall(b"3\\n")
+sys.exit(9)
+"""
+"""Step whose node 0 ends with status 3, and another node with 9."""
+
+SQUEUE = """
+import fcntl
+open("asked", "w").close()
+fcntl.flock(open("lock"), fcntl.LOCK_EX)
+"""
+"""Controller that is slow: the step ends while it is asked for it."""
+
+
+def test_a_job_ends_as_node_0_says_also_while_the_controller_is_asked(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "asked")
+    for name, text in (("srun", SRUN), ("squeue", SQUEUE)):
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
+        (tmp_path / name).chmod(0o700)
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "place and secret\n"
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == 3
