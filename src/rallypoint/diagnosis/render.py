@@ -134,7 +134,7 @@ def report_of(error: RallypointError) -> Report:
     )
 
 
-_GOES_AWAY = ("join-timeout", "lead-lost")
+_GOES_AWAY = ("join-timeout", "lead-lost", "job-complete")
 
 
 def _status_of(error: RallypointError) -> int:

@@ -119,6 +119,19 @@ def test_who_comes_when_all_places_are_taken_is_told_that() -> None:
     assert "gpu00 (node 0)" in refused.why[0]
 
 
+def test_who_comes_while_the_job_ends_is_asked_to_come_again() -> None:
+    """A pod was made anew while the others still saved their checkpoints: it ended with 2, and by
+    that the whole job. Of two jobs that follow each other the second has another program.
+    """
+    machine = joining()
+    come(machine, LEAD, applicant(1), applicant(2))
+    machine.handle(Went("a1"), 3.0)
+    for late in (applicant(3), applicant(4, digest="of another program")):
+        (refused,) = come(machine, late)
+        assert isinstance(refused, Refuse)
+        assert (refused.id, refused.code, refused.status) == (late.id, "job-complete", 75)
+
+
 def test_the_leads_own_place_is_kept_for_it() -> None:
     """Its own applicant is a message like all others, and may come last."""
     machine = joining()

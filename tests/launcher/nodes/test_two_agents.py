@@ -243,3 +243,21 @@ def test_a_template_that_dies_while_others_are_waited_for_ends_its_node_alone(
         assert other.end()[0] == 75
     else:
         nodes.await_applicants(1)
+
+
+def test_a_launcher_that_comes_while_the_job_ends_is_to_be_started_again(nodes: Nodes) -> None:
+    program = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda number, frame: print("saves", flush=True))
+print("rank", os.environ["RANK"], "is up", flush=True)
+while True:
+    time.sleep(60)
+"""
+    lead, other = nodes.start(program), nodes.start(program)
+    for agent in (lead, other):
+        agent.await_line(r"rank \d is up")
+    os.kill(other.pid if "rank 1" in other.said else lead.pid, signal.SIGKILL)
+    left = lead if "rank 0" in lead.said else other
+    left.await_line("saves")
+    status, said = nodes.start(program).end()
+    assert (status, "job-complete" in said) == (75, True), said

@@ -35,7 +35,6 @@ DUPLICATE_PATIENCE = 3.0
 """Seconds that a place may have two applicants: if the older one's process has ended, its session
 is over by then, and the place is the younger one's."""
 
-
 WORDS_MOST = 256
 """Hosts of which it is remembered why they are not here: a stranger may have many addresses."""
 
@@ -197,7 +196,7 @@ class Joining:
                 return []
             # The place of the lead, which may come last, is kept.
             if len(self._here) - (self._lead.id in self._here) == self._count - 1:
-                return [self._complete(applicant)]
+                return [refusals.complete(applicant, self._here.values(), self._lead)]
             if rank is not None:
                 self._holders[rank] = applicant
         return self._admit(applicant, now)
@@ -230,28 +229,28 @@ class Joining:
         return []
 
     def _rejected(self, event: Rejected, now: float) -> list[Decision]:
-        because = plain(event.because)  # a stranger has chosen some of it
-        self._last_words[event.host] = f"refused: {event.host}: {because}"
+        self._last_words[event.host] = f"refused: {event.host}: {plain(event.because)}"
         if len(self._last_words) > WORDS_MOST:
             del self._last_words[next(iter(self._last_words))]
         return []
 
     def _late(self, event: Came, now: float) -> list[Decision]:
-        """Refuse an applicant that comes when all places are taken, or after all was given up. A
-        watch that begins anew tells of the others again.
-        """
+        """Refuse one that comes too late. A watch that begins anew tells of the others again."""
         applicant = event.applicant
         if applicant.id in self._here or applicant.id in self._doubtful:
             return []
+        if self.state is Stage.FORMED and len(self._here) < self._count:
+            return [refusals.over(applicant, self._lead.host)]
         if refused := refusals.unfit(applicant, self._lead):
             return [refused]
         if self.state is Stage.CLOSED:
             return [refusals.timed_out(applicant.id, "the job was given up", [*self._roll()])]
-        return [self._complete(applicant)]
+        return [refusals.complete(applicant, self._here.values(), self._lead)]
 
-    def _complete(self, applicant: Applicant) -> Decision:
-        nodes = f"they are {refusals.named(self._here.values(), self._lead.id)}"
-        return refusals.complete(applicant, nodes, self._count)
+    def _left(self, event: Went, now: float) -> list[Decision]:
+        """Note that the job ends: one of its nodes is lost, or has been dismissed."""
+        self._here.pop(event.id, None)
+        return []
 
     def _tick(self, event: Tick, now: float) -> list[Decision]:
         decisions = self._refuse_doubtful(now)
@@ -394,7 +393,7 @@ TABLE: dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision
         Reachable: Joining._reachable,
         Tick: Joining._tick_while_proving,
     },
-    Stage.FORMED: {Came: Joining._late},
+    Stage.FORMED: {Came: Joining._late, Went: Joining._left},
     Stage.CLOSED: {Came: Joining._late},
 }
 """The whole state machine: what an event does in each state. An event without a row does nothing."""

@@ -101,11 +101,20 @@ def two_leads(here: str, there: str, address: str) -> Refused:
     return Refused("node-duplicate", headline, (why,), ((help, ""),))
 
 
-def complete(applicant: Applicant, nodes: str, count: int) -> Refuse:
-    """Return the refusal of an applicant that comes when every place is taken by these `nodes`."""
-    headline = f"{applicant.host} has no place in this job: all {count} nodes have come"
+def complete(applicant: Applicant, here: Iterable[Applicant], lead: Applicant) -> Refuse:
+    """Return the refusal of an applicant that comes when every place is taken by those `here`."""
+    headline = f"{applicant.host} has no place in this job: all {lead.nnodes} nodes have come"
+    nodes = f"they are {named(here, lead.id)}"
     help = "start as many nodes as --nnodes says, or raise it on all of them"
     return Refuse(applicant.id, "job-complete", headline, (nodes,), ((help, ""),))
+
+
+def over(applicant: Applicant, lead: str) -> Refuse:
+    """Return the refusal of an applicant that comes while the job ends: the next one may be its own."""
+    headline = f"{applicant.host} has no place in this job, which ends: a node has left it"
+    why = f"node 0 ({lead}) is about to leave, too"
+    help = "start it again, as exit status 75 asks for"
+    return Refuse(applicant.id, "job-complete", headline, (why,), ((help, ""),), TEMPORARY)
 
 
 def patches(applicants: Iterable[Applicant], lead: str) -> tuple[str, ...]:
