@@ -274,6 +274,7 @@ def test_slurm_waits_before_sigkill_as_its_configuration_says(text: str, seconds
 def test_steps_of_one_host_try_ports_of_their_own() -> None:
     blocks = [seen(STEP | {"SLURM_JOB_ID": str(job)}).ports for job in range(1000, 1700)]
     assert len({port for block in blocks for port in block}) == 700 * slurm.PORTS
+    assert all(block == tuple(sorted(block, reverse=True)) for block in blocks)
     assert all(slurm.FIRST_PORT <= min(block) <= max(block) <= slurm.LAST_PORT for block in blocks)
 
 

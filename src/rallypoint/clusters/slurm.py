@@ -342,7 +342,7 @@ def _ports(job: str, step: str) -> tuple[int, ...]:
     blocks = (LAST_PORT + 1 - FIRST_PORT) // PORTS
     number = sum(int(text) for text in (job, step) if text.isdecimal())
     first = FIRST_PORT + number % blocks * PORTS
-    return tuple(range(first, first + PORTS))
+    return tuple(range(first, first + PORTS))[::-1]  # as --dry-run tells of all: the highest first
 
 
 def _ends(environ: Mapping[str, str]) -> float | None:
