@@ -137,3 +137,17 @@ def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("rallypoint.launcher.agent.agent.run", carry_out)
     assert run.main(["-n", "3", "--fresh", "train.py", "x"]) == 17
     assert (plans[0].slots, plans[0].program.args) == (3, ("x",))
+
+
+# --- the engine
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_launcher_on_ray_that_was_killed_gives_the_status_of_its_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [(-9, b""), (0, b"")]
+    monkeypatch.setattr("rallypoint.clusters.ray.launch_on_nodes", lambda *_, **__: ends)
+    (folder / "train.py").touch()
+    wanted = Options(program=Program(kind="script", target="train.py"), engine="ray", nproc=1)
+    assert run.start(wanted, os.environ) == 137

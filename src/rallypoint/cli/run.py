@@ -122,7 +122,8 @@ def _on_ray(wanted: Options, typed: Sequence[str]) -> int:
         )
     except KeyboardInterrupt as interrupt:
         return exits.of_signal((*interrupt.args, signal.SIGINT)[0])
-    return next((status for status, _ in filter(None, ends) if status), 0 if all(ends) else 1)
+    status = next((status for status, _ in filter(None, ends) if status), 0 if all(ends) else 1)
+    return status if status >= 0 else exits.of_signal(-status)
 
 
 def _show(fd: int, data: bytes) -> None:
