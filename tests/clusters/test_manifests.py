@@ -173,7 +173,7 @@ def test_the_pods_of_a_manifest_are_one_job(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_secret_is_where_it_is_looked_for(name: str) -> None:
     """And has a mode that is taken. The command above each manifest makes it."""
-    assert "--from-literal=secret=" in (FOLDER / name).read_text("utf-8")
+    assert "--from-file=secret=/dev/stdin" in (FOLDER / name).read_text("utf-8")
     assert os.path.basename(MOUNT) == "secret"
     for spec in pod_specs(read(name)):
         volume = next(one for one in spec["volumes"] if "secret" in one)
