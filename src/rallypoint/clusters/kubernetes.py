@@ -16,7 +16,7 @@ from rallypoint.clusters.cluster import Cluster, Files, Unclear
 SECRET_HELP = (
     (
         "make one, once for each namespace",
-        'head -c 32 /dev/urandom | base64 | kubectl create secret generic rallypoint --from-file=secret=/dev/stdin',
+        "head -c 32 /dev/urandom | base64 | kubectl create secret generic rallypoint --from-file=secret=/dev/stdin",
     ),
     (
         "and mount it at /etc/rallypoint in every pod: docs/guides/kubernetes.md has the lines",

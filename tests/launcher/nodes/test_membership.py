@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -51,7 +53,7 @@ Join = Callable[..., Membership]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    made: list[Membership] = []
+    made: weakref.WeakSet[Membership] = weakref.WeakSet()
 
     def join(
         judge: Callable[[FailedAttempt], Sentence],
@@ -76,11 +78,12 @@ def join() -> Iterator[Join]:
             program="program.py",
         )
         applicant = Applicant("0", "host", 1, 1, count, Versions("1", "", "3.11"), "", node_rank=0)
-        made.append(Membership(nodes, settings, applicant, judge, clock or Clock()))
-        return made[-1]
+        membership = Membership(nodes, settings, applicant, judge, clock or Clock())
+        made.add(membership)
+        return membership
 
     yield join
-    for one in made:
+    for one in list(made):
         one.close(1.0)
 
 
@@ -96,6 +99,20 @@ def _of_kind(membership: Membership, kind: type[Heard]) -> Heard:
     while not isinstance(heard := _heard(membership), kind):
         continue
     return heard
+
+
+def test_nothing_is_left_of_a_place_in_a_job_that_is_over(join: Join) -> None:
+    def take() -> None:
+        membership = join(lambda failed: pytest.fail("nothing has failed"))
+        _of_kind(membership, Seated)
+        membership.close(1.0)
+
+    before = len(os.listdir("/proc/self/fd"))
+    take()
+    until = time.monotonic() + 20.0
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < until
+        gc.collect()
 
 
 def test_a_fault_in_the_thread_of_the_lead_reaches_the_agent(join: Join) -> None:

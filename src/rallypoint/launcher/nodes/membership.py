@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -115,6 +116,8 @@ class Membership:
         self._judge = judge
         self._clock = clock
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # With the last thread that may write to it: `launch` makes a membership for each call.
+        weakref.finalize(self, os.close, self._wake).atexit = False
         self._heard: deque[Heard] = deque()
         self._to_send: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         self._member: Member | None = None
