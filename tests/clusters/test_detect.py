@@ -60,7 +60,14 @@ print(*({f"rallypoint.clusters.{name}" for name, _ in MARKS} & set(sys.modules))
 def test_a_process_of_a_job_of_ours_has_its_place_from_that_job() -> None:
     """A rank that srun's launcher has started inherits srun's variables, and may start a job."""
     assert detect(STEP) is not None
-    assert detect({**STEP, "RALLYPOINT_JOB": "a1", "RALLYPOINT_FAMILY": "b2"}) is None
+    rank = {"RALLYPOINT_JOB": "a1", "RALLYPOINT_FAMILY": "b2"}
+    found = detect({**STEP, **rank}, Hidden())
+    assert found is not None
+    assert (found.nodes, found.left_over) == (1, True)
+    # sbatch hands these on, too, and the job that a rank had submitted was on one node in silence.
+    assert "RALLYPOINT_JOB=a1" in found.notes[0]
+    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu01"}
+    assert detect({**STEP, **one, **rank}, Hidden()) is None
 
 
 def test_a_job_that_a_user_has_named_for_connect_hides_no_cluster() -> None:

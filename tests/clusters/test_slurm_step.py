@@ -44,7 +44,7 @@ def test_a_job_ends_as_node_0_says_also_while_the_controller_is_asked(tmp_path: 
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path,
-        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env={**os.environ, "SLURM_JOBID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         text=True,
     ) as launcher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,11 +48,24 @@ def detect(environ: Mapping[str, str], files: Files | None = None) -> Cluster | 
     export RALLYPOINT_JOB, and has no family.
     """
     marked = [module for module, names in MARKS if any(name in environ for name in names)]
-    if not marked or {"RALLYPOINT_JOB", "RALLYPOINT_FAMILY"} <= environ.keys():
+    if not marked:
         return None
+    found = _innermost(marked, environ, files or ThisMachine())
+    if found is None or not {"RALLYPOINT_JOB", "RALLYPOINT_FAMILY"} <= environ.keys():
+        return found
+    if found.left_over or (found.nodes == 1 and not found.unclear):
+        return None
+    from rallypoint.clusters.cluster import Cluster
+
+    # sbatch hands on the variables of a rank that submits the next job.
+    why = f"RALLYPOINT_JOB={environ['RALLYPOINT_JOB']} and RALLYPOINT_FAMILY are a rank's"
+    line = f"one node: {why}; the script of a job that a rank has submitted begins with `unset RALLYPOINT_FAMILY`"
+    return Cluster(name=found.name, nodes=1, left_over=True, because=(line,), notes=(line,))
+
+
+def _innermost(marked: Sequence[str], environ: Mapping[str, str], files: Files) -> Cluster | None:
     import msgspec
 
-    files = files or ThisMachine()
     found: Cluster | None = None
     for module in marked:
         look = importlib.import_module(f"rallypoint.clusters.{module}").look

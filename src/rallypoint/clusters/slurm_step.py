@@ -110,7 +110,7 @@ class _Step:
     def __init__(
         self, environ: Mapping[str, str], name: str, srun: subprocess.Popen[bytes]
     ) -> None:
-        self._job = environ["SLURM_JOB_ID"]
+        self._job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
         self._name = name
         self._srun = srun
         self._asked = False  # to stop
