@@ -78,7 +78,7 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
 
         rendezvous_file.wait_for_disk(folder)
         if made.nodes is not None and made.nodes.folder_once:
-            os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
+            rendezvous_file.make_above(folder)
         rendezvous_file.look(folder)
     memory = _memory(made, environ)
     made = plan.with_parts(

@@ -170,6 +170,14 @@ def wait_for_disk(
     raise _silent(folder, timeout)
 
 
+def make_above(folder: str) -> None:
+    """Make the folders above a place that is this job's alone. Raises EnvironmentProblem as `take`."""
+    try:
+        os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
 def look(folder: str) -> None:
     """Refuse a place that cannot be made, before anything is started."""
     above = os.path.dirname(folder) or "/"

@@ -12,6 +12,7 @@ import msgspec
 from rallypoint.clusters.detect import detect
 from rallypoint.errors import UsageError
 from rallypoint.host.fd_passing import OwnedFds
+from rallypoint.launcher import rendezvous_file
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.plan import (
     COORDINATION_PORT,
@@ -79,6 +80,8 @@ def settle(
             job=nodes.job or cluster.job,
             secret_file=nodes.secret_file or cluster.secret,
         )
+        if nodes.folder_once:
+            rendezvous_file.make_above(nodes.folder)
     if nodes.rank is not None and not 0 <= nodes.rank < count:
         raise UsageError(
             "usage",
