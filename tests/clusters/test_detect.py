@@ -213,6 +213,20 @@ def test_variables_that_are_left_over_of_an_inner_cluster_hide_no_outer_one() ->
     assert (alone.nodes, alone.left_over) == (1, True)
 
 
+def test_variables_that_are_left_over_of_slurm_hide_no_pod() -> None:
+    """Each pod would have trained alone, and was said to be started by Slurm."""
+    pod = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
+        "LWS_LEADER_ADDRESS": "llm-0.llm",
+    }
+    found = detect({**pod, "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, Hidden())
+    assert found is not None
+    assert (found.name, found.nodes, found.node) == ("Kubernetes", 2, 1)
+    assert not any("Slurm" in line for line in found.because)
+
+
 def test_an_empty_variable_names_no_place() -> None:
     wanted = asked("", TWO, {"PET_MASTER_ADDR": "", "PET_RDZV_ENDPOINT": ""})
     assert wanted.nodes is not None

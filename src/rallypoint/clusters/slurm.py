@@ -72,7 +72,11 @@ def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     several = environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     line = f"one node: {why}; `{_BY_HAND[0][1]}` starts one launcher on each node"
     return Cluster(
-        name="Slurm", nodes=1, because=(f"nodes 1: {why}",), notes=(line,) if several else ()
+        name="Slurm",
+        nodes=1,
+        left_over=True,
+        because=(f"nodes 1: {why}",),
+        notes=(line,) if several else (),
     )
 
 
