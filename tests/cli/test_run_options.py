@@ -91,6 +91,12 @@ def test_nodes_that_cannot_be_are_refused(line: str) -> None:
     assert refused(f"{line} train.py").code == "usage"
 
 
+def test_a_place_that_is_not_there_is_answered_by_one_that_is() -> None:
+    """Node 5 of 2 is a slip of the number far more often than a job of six nodes."""
+    error = refused("--nnodes 2 --node-rank 5 train.py")
+    assert [command for _, command in error.help] == ["--node-rank 1", "--nnodes 6"]
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -249,6 +249,7 @@ def test_a_variable_that_is_no_number_is_named(pod: Pod, name: str, text: str) -
     error = pod.changed(name, text).refused()
     assert error.code == "cluster-unclear"
     assert name in error.headline
+    assert any("PET_" in command for _, command in error.help)
 
 
 def test_the_numbers_of_a_job_fit_together() -> None:
@@ -260,4 +261,4 @@ def test_a_secret_is_asked_for_in_the_words_of_kubernetes() -> None:
     found = INDEXED_JOB.look()
     assert found is not None
     assert found.own_homes
-    assert any(command.startswith("kubectl create secret") for _, command in found.secret_help)
+    assert any("kubectl create secret" in command for _, command in found.secret_help)

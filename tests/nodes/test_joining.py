@@ -182,7 +182,7 @@ def test_secrets_differ(two: Jobs) -> None:
     ended(other, "wrong-secret")
     ended(lead, "join-timeout", 75)
     said = " ".join(lead.output().split())
-    assert "refused: 10.77.0.2: it left at this side's proof: it has another secret" in said
+    assert "refused: 10.77.0.2: it has another secret: it left after this side's proof" in said
 
 
 def test_a_secret_that_is_too_short(two: Jobs) -> None:

@@ -271,6 +271,7 @@ def test_a_file_that_is_named_and_not_there_is_fatal(
     with pytest.raises(EnvironmentProblem, match="No such file") as caught:
         found.secret()
     assert caught.value.code == "secret-unreadable"
+    assert f"base64 > {tmp_path / 'absent'})" in caught.value.help[0][1]
 
 
 # --- secrets

@@ -252,7 +252,8 @@ def _nodes(
     if rank is not None and rank >= count:
         raise _usage(
             f"{given['node_rank'][-1]} is not a node of this job: it has {count}, counted from 0",
-            ("say how many nodes there are", f"--nnodes {rank + 1}"),
+            ("name one of them, for example the last", f"--node-rank {count - 1}"),
+            ("or say how many nodes there are", f"--nnodes {rank + 1}"),
         )
     if backend not in ("static", "c10d") and not values["standalone"]:
         raise UsageError(

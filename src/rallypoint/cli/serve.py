@@ -58,14 +58,7 @@ def serve(port_file: PortFile | None, secret_file: str | None, limits: dict[str,
         stack.callback(signals.close)
         if secret_file is None:
             secret_file = _new_secret(stack)
-        try:
-            secret = secret_from_file(secret_file)
-        except EnvironmentProblem as error:
-            if error.help or os.path.exists(secret_file):
-                raise
-            make = f"(umask 077 && head -c 32 /dev/urandom | base64 > {shlex.quote(secret_file)})"
-            help = (("make one", make),)
-            raise EnvironmentProblem(error.code, error.headline, help=help) from error
+        secret = secret_from_file(secret_file)
         try:
             server = Server(secret=secret, **limits)
         except (UsageError, EnvironmentProblem) as error:

@@ -202,6 +202,13 @@ def _domain(pod: str, hosts: str) -> str:
 
 
 _COUNT = ("say how many pods there are, in the manifest, below env", _COUNT_LINE)
+_NAME = ("name it, the same in every pod", "- {name: PET_MASTER_ADDR, value: ...}")
+_FILLS = {
+    "nnodes": _COUNT,
+    "node_rank": ("say which pod this is, from 0", "- {name: PET_NODE_RANK, value: ...}"),
+    "rdzv_endpoint": ("name the host of node 0, the same in every pod", _NAME[1]),
+}
+"""Help for an option that a variable of the pod did not tell."""
 
 
 def _without_count(kind: str, pod: str, environ: Mapping[str, str]) -> Unclear:
@@ -222,9 +229,7 @@ def _not_named(
     pod: str, node: int | None, named: int | None, domain: str, environ: Mapping[str, str]
 ) -> Unclear | None:
     """Return why the name of node 0 cannot be made from this pod's, None where it can."""
-    help: tuple[tuple[str, str], ...] = (
-        ("name it, the same in every pod", "- {name: PET_MASTER_ADDR, value: ...}"),
-    )
+    help: tuple[tuple[str, str], ...] = (_NAME,)
     rank = environ.get("PET_NODE_RANK", "")
     if rank and rank != str(node):
         headline = f"this is node {rank} by PET_NODE_RANK and pod {node} by its name: the address of node 0 is not told"
@@ -266,4 +271,6 @@ class _Numbers:
         """Note that a variable has no value that can be used."""
         text = self._environ.get(name)
         gap = "is not set" if text is None else f"is {text!r}, which cannot be used"
-        self.unclear.append(Unclear(flags, f"{name} {gap} in this pod"))
+        self.unclear.append(
+            Unclear(flags, f"{name} {gap} in this pod", help=tuple(_FILLS[flag] for flag in flags))
+        )

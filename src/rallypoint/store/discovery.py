@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import shlex
 import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -237,7 +238,10 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
             path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         )  # a pipe without a writer must not hold us up
     except OSError as error:
-        raise _unreadable(shown, os.strerror(error.errno or 0)) from error
+        missing = isinstance(error, FileNotFoundError)
+        help = (("copy it from the machine that has it; if none has, make it", _made(path)),)
+        why = os.strerror(error.errno or 0)
+        raise _unreadable(shown, why, help if missing else ()) from error
     try:
         found = os.fstat(fd)
         content = os.read(fd, SECRET_FILE_BYTES) if stat.S_ISREG(found.st_mode) else b""
@@ -249,10 +253,12 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     return checked_secret(content, f"the secret in {shown}")
 
 
-_MAKE_ONE = (
-    "make one of your own, and name that",
-    "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)",
-)
+def _made(path: str) -> str:
+    """Return the command that makes a file with a secret."""
+    return f"(umask 077 && head -c 32 /dev/urandom | base64 > {shlex.quote(path)})"
+
+
+_MAKE_ONE = ("make one of your own, and name that", _made("my-secret"))
 
 
 _MOUNTED = (

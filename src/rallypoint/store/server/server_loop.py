@@ -408,7 +408,7 @@ class Loop:
         except Gone:
             if greeting.is_challenged and self._on_stranger is not None:
                 self._on_stranger(
-                    peer.source, "it left at this side's proof: it has another secret"
+                    peer.source, "it has another secret: it left after this side's proof"
                 )
             raise
         if isinstance(said, bytes):
