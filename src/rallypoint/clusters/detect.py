@@ -44,8 +44,8 @@ def detect(environ: Mapping[str, str], files: Files | None = None) -> Cluster | 
     """Return the innermost cluster that has started this process, None for none.
 
     A module is loaded only when one of its variables is there. A process of a job of ours has been
-    given its place by that job: what the cluster told the job's launcher is not its own. A user may
-    export RALLYPOINT_JOB, and has no family.
+    given its place by that job: what the cluster told the job's launcher is not its own.
+    RALLYPOINT_JOB alone may be a user's: a launcher sets RALLYPOINT_FAMILY beside it.
     """
     marked = [module for module, names in MARKS if any(name in environ for name in names)]
     if not marked:
