@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def test_a_group_may_read_the_secret_of_roots_on_a_read_only_mount(
         f"echo a mounted secret of this job > {there}",
         f"chown 0:1000 {there} && chmod {mode:o} {there}",
         f"mount -o remount,{options} /mnt",
-        f"exec {sys.executable} -c '{READ}' {there}",
+        f"exec {shlex.quote(sys.executable)} -c '{READ}' {there}",
     )
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", " && ".join(steps)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -22,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm_ground.why_not()), reason=slurm_ground.why_not()),
 ]
 
-RUN = f"{sys.executable} -m rallypoint run"
+PYTHON = shlex.quote(sys.executable)
+RUN = f"{PYTHON} -m rallypoint run"
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -204,7 +206,7 @@ for ranks in 1, 2:
 def test_a_program_that_srun_has_started_calls_launch_on_both_nodes(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    output = submit(slurm, tmp_path, f"srun {sys.executable} train.py", CALLS).wait()
+    output = submit(slurm, tmp_path, f"srun {PYTHON} train.py", CALLS).wait()
     found = re.findall(r"^result (.*)$", output, re.MULTILINE)
     whole = '[[0, "0"], [1, "0"], [2, "1"], [3, "1"]]'
     there = '[[2, "1"], [3, "1"]]'

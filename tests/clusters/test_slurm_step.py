@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,7 +40,9 @@ fcntl.flock(open("lock"), fcntl.LOCK_EX)
 def test_a_job_ends_as_node_0_says_also_while_the_controller_is_asked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "asked")
     for name, text in (("srun", SRUN), ("squeue", SQUEUE)):
-        (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
+        (tmp_path / f"{name}.py").write_text(text)
+        python, program = shlex.quote(sys.executable), shlex.quote(str(tmp_path / f"{name}.py"))
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec {python} {program}\n")
         (tmp_path / name).chmod(0o700)
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT],

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -444,11 +445,12 @@ def a_range_of(count: int) -> int:
     tests look for some, too.
     """
     for first in random.sample(range(20000, 30000, count), 10000 // count):
-        try:
-            for each in [hold_port(port) for port in range(first, first + count)]:
-                each.release()
-        except EnvironmentProblem:
-            continue
+        with ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    held.enter_context(hold_port(port))
+            except EnvironmentProblem:
+                continue
         return first
     raise AssertionError("no free range")
 

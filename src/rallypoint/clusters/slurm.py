@@ -358,6 +358,6 @@ def _ends(environ: Mapping[str, str]) -> float | None:
 def _kill_after(environ: Mapping[str, str], files: Files) -> float:
     """Return the seconds between SIGTERM and SIGKILL when a job ends: KillWait of slurm.conf."""
     for path in (environ.get("SLURM_CONF", ""), *CONFS):
-        if found := re.search(r"(?im)^\s*KillWait\s*=\s*(\d+)", files.text(path)):
+        if found := re.search(r"(?im)^[ \t]*KillWait[ \t]*=[ \t]*(\d+)", files.text(path)):
             return float(found[1])
     return KILL_WAIT

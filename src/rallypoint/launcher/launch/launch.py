@@ -20,8 +20,6 @@ from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 from rallypoint.host.fd_passing import OwnedFds
@@ -183,6 +181,8 @@ def launch(
 
 def request_to(agent: PooledAgent, request: Call, environment: Mapping[str, str]) -> Call:
     """Return the request with what differs between this environment and that of the agent."""
+    import msgspec  # here: the agent is started before it is loaded
+
     had = agent.environment
     return msgspec.structs.replace(
         request,

@@ -291,10 +291,14 @@ class LeadRunner:
 
     def _is_done(self) -> bool:
         """Return whether the lead waits for nothing when its own agent leaves: a node that was
-        dismissed is about to leave, and others are not told any more.
+        dismissed or refused is about to leave, and others are not told any more.
         """
-        is_over = self._lead is not None and self._lead.state is lead.Phase.OVER
-        return not is_over or not self._applicants.keys() - {self._id}
+        has_ended = (
+            self._lead.state is lead.Phase.OVER
+            if self._lead is not None
+            else self._joining.state is joining.Stage.CLOSED
+        )
+        return not has_ended or not self._applicants.keys() - {self._id}
 
     def _handle(self, event: NodeEvent | NodeMessage) -> None:
         if isinstance(event, joining.Came):
