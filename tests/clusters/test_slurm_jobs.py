@@ -103,7 +103,7 @@ def world(output: str) -> list[tuple[str, ...]]:
 @pytest.mark.slow
 def test_training_reads_digits_as_well_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
-    line = f"{EXAMPLES / 'digits_ddp.py'} --epochs 1"
+    line = f"{shlex.quote(str(EXAMPLES / 'digits_ddp.py'))} --epochs 1"
     script = f"{RUN} {line}; srun {RUN} {line}; {RUN} --nnodes 1 -n 2 {line}"
     output = slurm.submit(tmp_path, script, "--nodes=2", env={}).wait()
     found = re.findall(r"test accuracy (\S+)", output)
@@ -182,7 +182,7 @@ def test_what_is_unclear_is_refused_and_a_shell_is_no_job(slurm: Slurm, tmp_path
     assert "error[cluster-unclear]: SLURM_STEP_NODELIST=node[1- is not a host list" in output
     assert "status 2" in output
     shell = slurm.login.start(
-        ["salloc", "--nodes=2", *RUN.split(), "train.py"],
+        ["salloc", "--nodes=2", *shlex.split(RUN), "train.py"],
         env=slurm.environment(slurm.login, **env),
         cwd=tmp_path,
     )

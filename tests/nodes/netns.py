@@ -394,11 +394,14 @@ class Node:
             (place / "cgroup.procs").write_text(str(pid))
 
     def freeze(self) -> None:
-        """Send SIGSTOP to every process, again until none came to be meanwhile."""
-        stopped: set[int] = set()
-        while fresh := set(self.processes()) - stopped:
-            self.signal(signal.SIGSTOP, fresh)
-            stopped |= fresh
+        """Stop every process, again until none came to be meanwhile. One that runs on another
+        processor stands a moment after its SIGSTOP.
+        """
+        until = time.monotonic() + ENDING
+        while running := [pid for pid in self.processes() if _state(pid) in ("R", "S")]:
+            assert time.monotonic() < until, f"not stopped after {ENDING} s: {running}"
+            self.signal(signal.SIGSTOP, running)
+            time.sleep(LOOK)
 
     def thaw(self) -> None:
         """Send SIGCONT to every process."""
@@ -579,6 +582,14 @@ class Cluster:
             node.reset()
             node.close()
         self._switch.communicate()
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process as /proc has it, "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def _spaces_of(pid: int) -> set[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import shlex
 import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -238,8 +237,11 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
             path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         )  # a pipe without a writer must not hold us up
     except OSError as error:
+        import shlex
+
         missing = isinstance(error, FileNotFoundError)
-        help = (("copy it from the machine that has it; if none has, make it", _made(path)),)
+        make = _MAKE.format(shlex.quote(path))
+        help = (("copy it from the machine that has it; if none has, make it", make),)
         why = os.strerror(error.errno or 0)
         raise _unreadable(shown, why, help if missing else ()) from error
     try:
@@ -253,12 +255,10 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     return checked_secret(content, f"the secret in {shown}")
 
 
-def _made(path: str) -> str:
-    """Return the command that makes a file with a secret."""
-    return f"(umask 077 && head -c 32 /dev/urandom | base64 > {shlex.quote(path)})"
+_MAKE = "(umask 077 && head -c 32 /dev/urandom | base64 > {})"
+"""Command that makes a file with a secret."""
 
-
-_MAKE_ONE = ("make one of your own, and name that", _made("my-secret"))
+_MAKE_ONE = ("make one of your own, and name that", _MAKE.format("my-secret"))
 
 
 _MOUNTED = (
