@@ -293,6 +293,7 @@ def test_a_process_that_the_test_leaves_is_named_and_ended(make_cluster: MakeClu
     one = made[1].start(SLEEP)
     two = made[1].start(["bash", "-c", "setsid sleep 601 & echo ready"])
     assert two.wait() == 0
+    assert wait_until(lambda: any(line.endswith("sleep 601") for line in made.living()), 5)
     left = made.reset(patience=0.0)
     assert [line.partition(": pid ")[0] for line in left] == ["node1", "node1"]
     assert any(line.endswith("sleep 601") for line in left)
