@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from rallypoint.errors import EnvironmentProblem
+from rallypoint.host.state_folder import state_folder
 
 MOUNT = "/etc/rallypoint/secret"
 """Place where a container has the secret of its jobs."""
@@ -22,10 +23,7 @@ def mounted() -> str:
 def key_path(environ: Mapping[str, str]) -> str:
     """Return the key file of the user: `$XDG_STATE_HOME/rallypoint/key`, else
     `~/.local/state/rallypoint/key`."""
-    state = environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # the XDG specification: a relative path is to be ignored
-        state = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
-    return os.path.join(state, "rallypoint", "key")
+    return os.path.join(state_folder(environ), "key")
 
 
 def user_key(environ: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.state_folder import state_folder
 from rallypoint.record.disk_writer import DiskWriter
 
 KEPT_RUNS = 20
@@ -86,10 +87,7 @@ closing any descriptor of the file would drop it (fcntl(2)), so these are never 
 def default_root(environ: Mapping[str, str]) -> str:
     """Return the folder of all runs: `$XDG_STATE_HOME/rallypoint/runs`, else
     `~/.local/state/rallypoint/runs`."""
-    state = environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # the XDG specification: a relative path is to be ignored
-        state = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
-    return os.path.join(state, "rallypoint", "runs")
+    return os.path.join(state_folder(environ), "runs")
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

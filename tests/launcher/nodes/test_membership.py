@@ -14,7 +14,7 @@ import pytest
 from rallypoint.clock import Clock
 from rallypoint.clusters.secret_source import key_path
 from rallypoint.diagnosis.evidence import NodeEvidence
-from rallypoint.errors import UsageError
+from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt
@@ -159,6 +159,21 @@ def no_judge(attempt: FailedAttempt) -> Sentence:
     raise AssertionError(attempt)
 
 
+def problem_of(nodes: Nodes, secret: bytes, job: str) -> RallypointError:
+    """Return why a node is not let in."""
+    settings = Settings(job, job, secret, 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py")
+    applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
+    membership = Membership(nodes, settings, applicant, no_judge, Clock())
+    try:
+        assert select.select([membership.fileno()], [], [], 10.0)[0]
+        (heard,) = membership.read()
+    finally:
+        membership.close(1.0)
+    assert isinstance(heard, LeadLost)
+    assert heard.problem is not None
+    return heard.problem
+
+
 @pytest.mark.parametrize(
     ("secret", "job", "tls", "code", "option"),
     [
@@ -172,19 +187,10 @@ def test_one_that_is_not_let_in(secret: bytes, job: str, tls: bool, code: str, o
     with Server(secret=SECRET, job="7", local=False) as server:
         port = int(server.address.rpartition(":")[2])
         nodes = Nodes(count=2, rank=1, ports=(port,), secret_file="my secret", tls=tls)
-        settings = Settings(job, job, secret, 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py")
-        applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
-        membership = Membership(nodes, settings, applicant, no_judge, Clock())
-        try:
-            assert select.select([membership.fileno()], [], [], 10.0)[0]
-            (heard,) = membership.read()
-        finally:
-            membership.close(1.0)
-    assert isinstance(heard, LeadLost)
-    assert heard.problem is not None
-    assert heard.problem.code == code
-    assert option in heard.problem.headline
-    assert isinstance(heard.problem, UsageError)  # nothing but another command helps
+        problem = problem_of(nodes, secret, job)
+    assert problem.code == code
+    assert option in problem.headline
+    assert isinstance(problem, UsageError)  # nothing but another command helps
 
 
 class Jumping(Clock):
@@ -276,16 +282,5 @@ def test_a_key_file_that_differs_is_a_home_that_is_not_shared() -> None:
     with Server(secret=SECRET, job="7", local=False) as server:
         port = int(server.address.rpartition(":")[2])
         nodes = Nodes(count=2, rank=1, ports=(port,), secret_file=key_path(os.environ))
-        settings = Settings(
-            "7", "7", b"of another home's key file", 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py"
-        )
-        applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
-        membership = Membership(nodes, settings, applicant, no_judge, Clock())
-        try:
-            assert select.select([membership.fileno()], [], [], 10.0)[0]
-            (heard,) = membership.read()
-        finally:
-            membership.close(1.0)
-    assert isinstance(heard, LeadLost)
-    assert heard.problem is not None
-    assert "home folder may not be shared" in str(heard.problem.why)
+        problem = problem_of(nodes, b"of another home's key file", "7")
+    assert "home folder may not be shared" in str(problem.why)
