@@ -164,9 +164,15 @@ class _Step:
         return status
 
     def _tell_all(self, node: socket.socket) -> None:
-        """Give all nodes what node 0 says at first."""
-        with node.makefile("rb") as text:
-            said = text.readline()
+        """Give all nodes what node 0 says at first. Where it stands still instead, they are told
+        nothing, and end.
+        """
+        node.settimeout(TALK)
+        try:
+            with node.makefile("rb") as text:
+                said = text.readline()
+        except TimeoutError:
+            said = b""
         assert self._srun.stdin is not None
         try:
             self._srun.stdin.write(said)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
 
+from rallypoint.errors import UsageError
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.plan import Nodes
 
@@ -43,3 +45,14 @@ def test_node_0_takes_the_next_port_when_a_stranger_has_the_first(ports: tuple[i
     assert claimed is not None
     assert claimed.held.port == ports[1]
     claimed.release()
+
+
+@pytest.mark.parametrize("text", ["", "ab 29400", "no-hex 29400 10.0.0.1", "ab port 10.0.0.1"])
+def test_a_place_that_arrives_as_other_words_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    module = importlib.import_module("rallypoint.clusters.pmi")
+    monkeypatch.setattr(module, "share", lambda environ, offer, timeout: text)
+    with pytest.raises(UsageError) as caught:
+        endpoint.handed_over(Nodes(count=2, rank=1, exchange="pmi"), None, {})
+    assert caught.value.code == "cluster-unclear"

@@ -86,14 +86,29 @@ def handed_over(
         offer = f"{new_secret().hex()} {held.port} {','.join(own)}"
     try:
         share = importlib.import_module(f"rallypoint.clusters.{nodes.exchange}").share
-        secret, port, addresses = share(environ, offer, nodes.join_timeout).split()
+        return (*_read_offer(share(environ, offer, nodes.join_timeout), nodes), held)
     except BaseException:
         if held is not None:
             held.release()
         raise
-    lead = tuple(addresses.split(","))
-    met = msgspec.structs.replace(nodes, lead=lead, host=lead[0], ports=(int(port),))
-    return met, bytes.fromhex(secret), held
+
+
+def _read_offer(text: str, nodes: Nodes) -> tuple[Nodes, bytes]:
+    """Return the nodes with the place of node 0, and the secret. Raises UsageError
+    `cluster-unclear` for a text that no launcher of ours has given.
+    """
+    try:
+        secret, port, addresses = text.split()
+        lead = tuple(addresses.split(","))
+        met = msgspec.structs.replace(nodes, lead=lead, host=lead[0], ports=(int(port),))
+        return met, bytes.fromhex(secret)
+    except ValueError:
+        raise UsageError(
+            "cluster-unclear",
+            "the place of node 0 did not arrive as rallypoint gives it",
+            why=("each task of the cluster must be a rallypoint of the same version",),
+            help=(("say where node 0 is", "--rdzv-endpoint node0:29400 --secret-file ..."),),
+        ) from None
 
 
 def _listener(port_range: tuple[int, int] | None) -> tuple[HeldPort, list[str]]:
