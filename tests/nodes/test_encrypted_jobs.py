@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import signal
 import socket
@@ -114,12 +115,15 @@ def test_a_node_that_is_cut_off_is_named_and_ends_by_itself(two: Jobs) -> None:
 @pytest.mark.parametrize("lead_has_it", [True, False])
 def test_only_one_node_has_it(two: Jobs, lead_has_it: bool) -> None:
     options: tuple[list[str], list[str]] = (["--tls"], [])
-    lead = two.start(two.cluster[0], STAY, *options[not lead_has_it])
-    other = two.start(two.cluster[1], STAY, *options[lead_has_it])
+    wait = ("--rdzv-conf", "join_timeout=8")
+    lead = two.start(two.cluster[0], STAY, *options[not lead_has_it], *wait)
+    other = two.start(two.cluster[1], STAY, *options[lead_has_it], *wait)
     assert other.wait() == 2
     assert codes(other) == ["tls-mismatch"]
-    lead.send(signal.SIGINT)
-    assert lead.wait() == 130
+    assert lead.wait() == 75
+    assert codes(lead) == ["join-timeout"]
+    address = two.cluster[1].address
+    assert re.search(rf"refused: {re.escape(address)}: it .*speaks? TLS", lead.output())
 
 
 def _intercept(near: socket.socket, node: Node, lead: str) -> None:

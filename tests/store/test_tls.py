@@ -209,6 +209,29 @@ def test_only_one_side_speaks_tls(identity: TlsIdentity, tls: bool) -> None:
             store["k"] = 1
 
 
+@pytest.mark.parametrize("tls", [True, False])
+def test_a_server_is_told_of_clients_with_tls_or_without_it_unlike_itself(
+    identity: TlsIdentity, tls: bool
+) -> None:
+    """A lead waited for its nodes until the time was over, and did not say that they had come."""
+    told: list[tuple[str, str]] = []
+    with Server(
+        secret=SECRET, local=False, identity=identity if tls else None,
+        on_stranger=lambda *one: told.append(one),
+    ) as server:  # fmt: skip
+        with socket.create_connection(("127.0.0.1", port_of(server.address))) as scanner:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            scanner.recv(1)
+        place = [("127.0.0.1", port_of(server.address))]
+        with pytest.raises(rallypoint.StoreUnreachable):
+            Member.join(place, SECRET, job="", ttl=2.0, timeout=DEADLINE, tls=not tls)
+        until(lambda: bool(told))
+    ((address, because),) = told
+    assert address == "127.0.0.1"
+    assert ("does not speak TLS" in because) is tls
+    assert "--tls" in because
+
+
 def test_another_service_or_none_is_told_as_without_tls() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -22,6 +22,9 @@ TURN_BYTES = 128 * 1024
 RECORD_BYTES = 16 * 1024
 """The largest record of TLS, which is decrypted as a whole."""
 
+NO_LENGTHS = bytes(10)
+"""Rest of the header of a client's first frame, after the two bytes that its length needs."""
+
 NO_PLAIN = framed(encode(Refusal("tls-mismatch", "it speaks TLS, and this client does not")))
 """Answer to a client without TLS."""
 
@@ -126,6 +129,9 @@ class TlsConnection:
             self.flush_inner()
         elif answered:
             self.to_tcp = memoryview(NO_PLAIN)
+            user = self.user()
+            if user is not None and answered[2:12] == NO_LENGTHS:
+                user.refusal = "it does not speak TLS, and this side does (--tls)"
         self.ended = self.said_all = True
         self.flush()
 

@@ -19,6 +19,7 @@ class TlsSocket(socket.socket):
         names = tcp.getsockname(), tcp.getpeername()  # OSError: it has gone, and `end` stays
         super().__init__(fileno=end.detach())
         self.binding = binding  # SHA-256 of the server's certificate, as it was seen here
+        self.refusal = ""  # why the thread has turned the other side away before it ends
         self._family = tcp.family
         self._names = names
 
@@ -39,3 +40,8 @@ class TlsSocket(socket.socket):
 def binding_of(sock: socket.socket) -> bytes:
     """Return what the proofs on this connection must cover besides what was said: b"" without TLS."""
     return sock.binding if isinstance(sock, TlsSocket) else b""
+
+
+def refusal_of(sock: socket.socket) -> str:
+    """Return why a connection that has ended was turned away for want of TLS, "" if it was not."""
+    return sock.refusal if isinstance(sock, TlsSocket) else ""

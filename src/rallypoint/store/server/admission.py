@@ -92,7 +92,8 @@ class Greeting:
             if error.first.startswith(HTTP_METHODS):
                 raise TurnedAway("an HTTP request", NOT_HTTP) from error
             if error.first.startswith(TLS_BEGINS):
-                raise TurnedAway("a TLS client", framed(encode(NO_TLS))) from error
+                text = "it speaks TLS (--tls), and this side does not"
+                raise TurnedAway(text, framed(encode(NO_TLS)), is_client=True) from error
             raise TurnedAway(
                 f"not rallypoint's protocol: it began with {printable(error.first)}"
             ) from error

@@ -82,7 +82,8 @@ class Server:
         ranks, for errors that name the missing ones; called by the thread that serves. `on_end`:
         called by it with the owner of each session that has run out, and whether that was for want
         of signs of life alone. `on_stranger`: called by it with the address of each client of
-        another job, version or secret, and why it was not let in.
+        another job, version or secret, with TLS or without it unlike this side, and why it was not
+        let in.
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and
         what `hold_port` raises.

@@ -29,7 +29,7 @@ from rallypoint.store.server.connection import Gone, Peer
 from rallypoint.store.server.large_values import LargeValues, open_files
 from rallypoint.store.server.requests import Requests
 from rallypoint.store.state.state import Session, State
-from rallypoint.store.tls_socket import binding_of
+from rallypoint.store.tls_socket import binding_of, refusal_of
 from rallypoint.wire.frames import framed
 from rallypoint.wire.messages import (
     HELLO_BYTES,
@@ -99,7 +99,7 @@ class Loop:
         """Take the listeners over. `local`: the path that clients are told. `on_end`: called with
         the owner of each session whose time is over, and whether that was for want of signs of life
         alone. `on_stranger`: called with the address of each client of another job, version or
-        secret, and why it was not let in."""
+        secret, with TLS or without it unlike this side, and why it was not let in."""
         self._state = state
         self._secret = secret
         self._job = job
@@ -406,10 +406,11 @@ class Loop:
                 self._on_stranger(peer.source, str(error))
             raise Gone(str(error)) from error
         except Gone:
-            if greeting.is_challenged and self._on_stranger is not None:
-                self._on_stranger(
-                    peer.source, "it has another secret: it left after this side's proof"
-                )
+            because = refusal_of(peer.sock)
+            if greeting.is_challenged:
+                because = "it has another secret: it left after this side's proof"
+            if because and self._on_stranger is not None:
+                self._on_stranger(peer.source, because)
             raise
         if isinstance(said, bytes):
             peer.drop_unclaimed()
