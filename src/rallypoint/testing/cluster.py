@@ -19,10 +19,17 @@ from msgspec.structs import replace
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.report import TEMPORARY
-from rallypoint.launcher.nodes import joining, lead, messages, refusals
+from rallypoint.launcher.nodes import joining, lead, messages
+from rallypoint.launcher.nodes.decisions import Tell, TellAll, TellNodes
 from rallypoint.launcher.nodes.joining import Joining, Tick
 from rallypoint.launcher.nodes.lead import Lead
-from rallypoint.launcher.nodes.messages import Applicant, NodeMessage, Offers, Versions
+from rallypoint.launcher.nodes.messages import (
+    Applicant,
+    NodeMessage,
+    Offers,
+    Sentence,
+    Versions,
+)
 from rallypoint.launcher.restarts import Restarts
 from rallypoint.testing import node_faults
 from rallypoint.testing.clock import ManualClock
@@ -222,57 +229,55 @@ class SimulatedCluster:
                 self._send(node, message)
 
     def _do(self, decision: Any) -> None:
-        self.counts[type(decision).__name__] += 1
         match decision:
+            case Tell(id, message):
+                self._note(message)
+                self._send(self._by_id[id], message)
+            case TellAll(message, but):
+                self._note(message)
+                self._all(message, but)
+            case TellNodes(nodes, message):
+                ids = {number: id for id, number in self._joining.nodes.items()}
+                for node in nodes:
+                    self._send(self._by_id[ids[node]], message)
             case joining.Form(seats, world):
+                self.counts["Form"] += 1
                 self._lead = self._lead_class(
                     world, self._joining.hosts, now=self.now, restarts=Restarts(self.max_restarts), grace=GRACE
                 )  # fmt: skip
                 self._seat(seats)
-            case refusals.Refuse(id, code, headline, why, help, status):
-                self.counts[f"refused {code}"] += 1
-                self._explained(headline)
-                self._send(self._by_id[id], messages.Refused(code, headline, why, help, status))
-            case joining.TellMissing(lines):
-                self._all(messages.Missing(lines))
-            case joining.TryAddresses(id, addresses):
-                self._send(self._by_id[id], messages.Try(addresses))
-            case joining.GiveUp(_, because):
-                self._explained(because)
-            case lead.JudgeAll(but, because, signal):
-                self._explained(because)
-                self._judged_at = self.now
-                self._all(messages.Judge(because, signal), but)
             case lead.Diagnose(lost=lost, signal=signal):
                 late = self.now - self._judged_at
                 if late > lead.CAUSE_PATIENCE + self.held_up + 0.1:
                     self.wrong(f"evidence was awaited for {late:.1f} s")
-                status = 130 if signal else TEMPORARY if lost else 1
-                self.at(self.now + self.chance.uniform(0.005, 0.3), lambda: self._decide(lead.Diagnosed(status)))  # fmt: skip
-            case lead.SentenceAll(reports, status, same):
-                assert self._lead is not None
-                self._sentences[self._lead.attempt] += 1
-                if self._sentences[self._lead.attempt] > 1:
-                    self.wrong(f"a second sentence in attempt {self._lead.attempt}")
-                self._all(messages.Sentence(reports, status, same))
+                sentence = Sentence((), 130 if signal else TEMPORARY if lost else 1)
+                self.at(self.now + self.chance.uniform(0.005, 0.3), lambda: self._decide(sentence))
             case lead.NextAttempt(attempt, because):
+                self.counts["NextAttempt"] += 1
                 self._explained(because)
                 for one in self.nodes:
                     if one.is_connected and one.state in ("running", "judging", "stopping"):
                         self.wrong(f"attempt {attempt} begins while {one}")
                 self._seat(self._joining.seats(attempt, Offers(29500 + attempt)))
-            case lead.DismissAll(status, because, times):
+
+    def _note(self, message: NodeMessage) -> None:
+        """Note what nodes are told: its reason, and its number in an attempt."""
+        self.counts[type(message).__name__] += 1
+        match message:
+            case messages.Refused(code, headline):
+                self.counts[f"refused {code}"] += 1
+                self._explained(headline)
+            case messages.Judge(because):
+                self._explained(because)
+                self._judged_at = self.now
+            case Sentence():
+                assert self._lead is not None
+                self._sentences[self._lead.attempt] += 1
+                if self._sentences[self._lead.attempt] > 1:
+                    self.wrong(f"a second sentence in attempt {self._lead.attempt}")
+            case messages.Dismissed(status, because):
                 self._explained(because)
                 self.counts[f"status {status}"] += 1
-                self._all(messages.Dismissed(status, because, times))
-            case lead.AskNodes(asked, number):
-                ids = {number: id for id, number in self._joining.nodes.items()}
-                for node, ranks in asked.items():
-                    self._send(self._by_id[ids[node]], messages.Ask("roll-call", number, ranks))
-            case lead.InVainAll(because):
-                self._all(messages.WaitInVain(because))
-            case messages.RollCall():
-                self._all(decision)
 
     def _explained(self, because: str) -> None:
         if not because:

@@ -7,7 +7,8 @@ import math
 from msgspec.structs import replace
 
 from rallypoint.diagnosis.rank_snapshot import RankStanding
-from rallypoint.launcher.nodes.all_standings import NODES_ANSWER_WITHIN, SendTo
+from rallypoint.launcher.nodes.all_standings import NODES_ANSWER_WITHIN
+from rallypoint.launcher.nodes.decisions import TellNodes
 from rallypoint.launcher.nodes.joining import Tick
 from rallypoint.launcher.nodes.lead import Lead, Lost
 from rallypoint.launcher.nodes.messages import (
@@ -44,7 +45,7 @@ class Play:
         self.sent += [
             (one.nodes, one.message)
             for one in self.lead.handle(event, now)
-            if isinstance(one, SendTo)
+            if isinstance(one, TellNodes)
         ]
 
     def answers(self, now: float, *nodes: int, number: int = 1) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 from msgspec.structs import replace
 
+from rallypoint.launcher.nodes.decisions import TellAll
 from rallypoint.launcher.nodes.joining import Form, Joining
-from rallypoint.launcher.nodes.lead import Diagnose, DismissAll, JudgeAll, Lead, Lost, SentenceAll
+from rallypoint.launcher.nodes.lead import Diagnose, Lead, Lost
+from rallypoint.launcher.nodes.messages import Dismissed, Judge, Sentence
 from rallypoint.testing.cluster import SimulatedCluster
 
 SEEDS = 300
@@ -27,7 +29,7 @@ def test_the_seeds_hold_what_they_are_to_show() -> None:
         cluster.run()
         counts += cluster.counts
     seen = {
-        "Form", "GiveUp", "JudgeAll", "NextAttempt", "InVainAll", "TryAddresses", "TellMissing",
+        "Form", "Judge", "NextAttempt", "WaitInVain", "Try", "Missing",
         "status 0", "status 1", "status 75", "status 130", "refused job-complete",
         "refused node-skew", "refused join-timeout",
     }  # fmt: skip
@@ -47,6 +49,10 @@ def test_messages_grow_with_the_nodes_and_no_faster() -> None:
     assert cluster.run() == []
     assert {node.status for node in cluster.nodes} == {1}
     assert cluster.messages <= 12 * 200
+
+
+def _tells(decision: Any, kind: type[Any]) -> TypeGuard[TellAll]:
+    return isinstance(decision, TellAll) and isinstance(decision.message, kind)
 
 
 class GivesAPlaceTwice(Joining):
@@ -77,23 +83,20 @@ class SeesNoLoss(Lead):
 class SentencesTwice(Lead):
     def handle(self, event: Any, now: float) -> list[Any]:
         decisions = super().handle(event, now)
-        return decisions + [one for one in decisions if isinstance(one, SentenceAll)]
+        return decisions + [one for one in decisions if _tells(one, Sentence)]
 
 
 class SaysNotWhy(Lead):
     def handle(self, event: Any, now: float) -> list[Any]:
         decisions = super().handle(event, now)
-        return [
-            JudgeAll(one.but, "", one.signal) if isinstance(one, JudgeAll) else one
-            for one in decisions
-        ]
+        return [TellAll(Judge(""), one.but) if _tells(one, Judge) else one for one in decisions]
 
 
 class LetsGoTooEarly(Lead):
     def handle(self, event: Any, now: float) -> list[Any]:
         decisions = super().handle(event, now)
         early = any(isinstance(one, Diagnose) for one in decisions)
-        return decisions + [DismissAll(1, "too early")] * early
+        return decisions + [TellAll(Dismissed(1, "too early"))] * early
 
 
 class NeverDiagnoses(Lead):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rallypoint.launcher.nodes.decisions import Tell, TellAll
 from rallypoint.launcher.nodes.joining import (
     DUPLICATE_PATIENCE,
     ROLL_CALL_OF_NODES,
@@ -18,24 +19,23 @@ from rallypoint.launcher.nodes.joining import (
     WORDS_MOST,
     Came,
     Form,
-    GiveUp,
     Joining,
     Rejected,
     Stage,
-    TellMissing,
     Tick,
-    TryAddresses,
     Went,
 )
 from rallypoint.launcher.nodes.messages import (
     Applicant,
+    Missing,
     Offers,
     Reachable,
+    Refused,
+    Try,
     Versions,
     decode,
     encode,
 )
-from rallypoint.launcher.nodes.refusals import Decision, Refuse
 from rallypoint.world import World
 
 VERSIONS = Versions("0.1.0", "2.13.0+cpu", "3.11.7")
@@ -54,8 +54,22 @@ def joining(*, nodes: int = 3, timeout: float = 600.0) -> Joining:
     return Joining(replace(LEAD, nnodes=nodes), timeout=timeout)
 
 
-def come(machine: Joining, *applicants: Applicant, now: float = 1.0) -> list[Decision]:
+def come(machine: Joining, *applicants: Applicant, now: float = 1.0) -> list[Any]:
     return [decision for one in applicants for decision in machine.handle(Came(one), now)]
+
+
+def refusal(decision: Any) -> tuple[str, Refused]:
+    """Who is refused, and with which words."""
+    assert isinstance(decision, Tell)
+    assert isinstance(decision.message, Refused)
+    return decision.id, decision.message
+
+
+def lines_of(decision: Any) -> tuple[str, ...]:
+    """What all are told of those that are missing."""
+    assert isinstance(decision, TellAll)
+    assert isinstance(decision.message, Missing)
+    return decision.message.lines
 
 
 def test_the_world_is_formed_when_all_are_here() -> None:
@@ -114,8 +128,8 @@ def test_who_comes_when_all_places_are_taken_is_told_that() -> None:
     machine = joining()
     come(machine, LEAD, applicant(1), applicant(2))
     (refused,) = come(machine, applicant(3))
-    assert isinstance(refused, Refuse)
-    assert (refused.id, refused.code, refused.status) == ("a3", "job-complete", 2)
+    id, refused = refusal(refused)
+    assert (id, refused.code, refused.status) == ("a3", "job-complete", 2)
     assert "gpu00 (node 0)" in refused.why[0]
 
 
@@ -128,16 +142,16 @@ def test_who_comes_while_the_job_ends_is_asked_to_come_again() -> None:
     machine.handle(Went("a1"), 3.0)
     for late in (applicant(3), applicant(4, digest="of another program")):
         (refused,) = come(machine, late)
-        assert isinstance(refused, Refuse)
-        assert (refused.id, refused.code, refused.status) == (late.id, "job-complete", 75)
+        id, refused = refusal(refused)
+        assert (id, refused.code, refused.status) == (late.id, "job-complete", 75)
 
 
 def test_the_leads_own_place_is_kept_for_it() -> None:
     """Its own applicant is a message like all others, and may come last."""
     machine = joining()
     (refused,) = come(machine, applicant(1), applicant(2), applicant(3))
-    assert isinstance(refused, Refuse)
-    assert (refused.id, refused.code) == ("a3", "job-complete")
+    id, refused = refusal(refused)
+    assert (id, refused.code) == ("a3", "job-complete")
     assert isinstance(come(machine, LEAD)[0], Form)
 
 
@@ -157,7 +171,7 @@ def test_one_that_was_started_for_something_else_is_refused_by_name(
 ) -> None:
     machine = joining()
     (refused,) = come(machine, LEAD, applicant(1, **changed))
-    assert isinstance(refused, Refuse)
+    _, refused = refusal(refused)
     assert refused.code == "node-skew"
     assert "gpu01" in refused.headline
     assert named in refused.headline
@@ -169,15 +183,15 @@ def test_one_that_was_started_for_something_else_is_refused_by_name(
 
 def test_a_place_that_there_is_not() -> None:
     (refused,) = come(joining(), LEAD, applicant(1, node_rank=3))
-    assert isinstance(refused, Refuse)
+    _, refused = refusal(refused)
     assert "--node-rank 3" in refused.headline
 
 
 def test_torch_may_differ_in_its_last_number_and_that_is_told() -> None:
     patched = replace(VERSIONS, torch="2.13.1")
     told, form = come(joining(), LEAD, applicant(1, versions=patched), applicant(2))
-    assert isinstance(told, TellMissing)
-    assert "torch 2.13.1 on gpu01" in told.lines[0]
+    lines = lines_of(told)
+    assert "torch 2.13.1 on gpu01" in lines[0]
     assert isinstance(form, Form)
 
 
@@ -185,7 +199,7 @@ def test_of_two_nodes_of_one_host_a_dead_one_has_no_place() -> None:
     """Its process was killed and started again, quicker than its session could end."""
     machine = joining()
     asked = come(machine, LEAD, applicant(1), applicant(3, host="gpu01"))
-    assert asked == [TryAddresses("a1", ()), TryAddresses("a3", ())]
+    assert asked == [Tell("a1", Try(())), Tell("a3", Try(()))]
     assert machine.handle(Reachable("a3", ()), 1.1) == []
     assert machine.handle(Went("a1"), 1.5) == []
     (form,) = come(machine, applicant(2), now=5.0)
@@ -198,11 +212,11 @@ def test_a_node_that_comes_while_a_dead_one_is_asked_has_its_place() -> None:
     come(machine, LEAD, applicant(1), applicant(3, host="gpu01"))
     machine.handle(Reachable("a3", ()), 1.1)
     assert come(machine, applicant(2), applicant(4), now=1.2) == []
-    form, refused = machine.handle(Went("a1"), 1.5)
+    form, decision = machine.handle(Went("a1"), 1.5)
     assert isinstance(form, Form)
     assert machine.nodes == {"a0": 0, "a3": 1, "a2": 2}
-    assert isinstance(refused, Refuse)
-    assert (refused.id, refused.code) == ("a4", "job-complete")
+    id, refused = refusal(decision)
+    assert (id, refused.code) == ("a4", "job-complete")
 
 
 def test_two_nodes_of_one_host_that_live_have_their_places() -> None:
@@ -221,7 +235,7 @@ def test_nodes_of_one_host_are_told_apart() -> None:
     for id in ("a1", "a2"):
         machine.handle(Reachable(id, ()), 1.1)
     (refused,) = come(machine, applicant(3))
-    assert isinstance(refused, Refuse)
+    id, refused = refusal(refused)
     assert refused.why == ("they are gpu01 (node 0, pid 100), gpu01 (pid 7), gpu02",)
 
 
@@ -231,9 +245,9 @@ def test_two_that_ask_for_one_place_and_live() -> None:
     assert come(machine, applicant(2, node_rank=1), now=5.0) == []
     assert machine.handle(Tick(), 5.0 + DUPLICATE_PATIENCE / 2) == []
     assert machine.due == 5.0 + DUPLICATE_PATIENCE
-    (refused,) = machine.handle(Tick(), machine.due)
-    assert isinstance(refused, Refuse)
-    assert (refused.id, refused.code) == ("a2", "node-duplicate")
+    (decision,) = machine.handle(Tick(), machine.due)
+    id, refused = refusal(decision)
+    assert (id, refused.code) == ("a2", "node-duplicate")
     assert "gpu01 and gpu02" in refused.headline
 
 
@@ -245,17 +259,17 @@ def test_a_lead_that_other_machines_do_not_reach_is_named(address: str, told: bo
     machine = Joining(LEAD, timeout=600.0, listens_on=address)
     come(machine, LEAD)
     (missing,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
-    assert isinstance(missing, TellMissing)
-    assert any("other machines do not reach" in line for line in missing.lines) is told
+    lines = lines_of(missing)
+    assert any("other machines do not reach" in line for line in lines) is told
 
 
 def test_one_that_asks_for_the_place_of_the_lead() -> None:
     """It may come before the lead's own applicant has."""
     machine = joining()
     assert come(machine, applicant(1, node_rank=0), LEAD) == []
-    (refused,) = machine.handle(Tick(), machine.due)
-    assert isinstance(refused, Refuse)
-    assert (refused.id, refused.code) == ("a1", "node-duplicate")
+    (decision,) = machine.handle(Tick(), machine.due)
+    id, refused = refusal(decision)
+    assert (id, refused.code) == ("a1", "node-duplicate")
 
 
 def test_a_node_that_was_started_again_has_the_place_of_its_dead_process() -> None:
@@ -272,8 +286,8 @@ def test_the_younger_of_two_for_one_place_is_refused_when_the_world_is_formed() 
     machine = joining()
     come(machine, LEAD, applicant(1, node_rank=1), applicant(3, node_rank=1))
     refused, form = come(machine, applicant(2))
-    assert isinstance(refused, Refuse)
-    assert (refused.id, refused.code) == ("a3", "node-duplicate")
+    id, refused = refusal(refused)
+    assert (id, refused.code) == ("a3", "node-duplicate")
     assert isinstance(form, Form)
     assert machine.due == math.inf
 
@@ -287,8 +301,8 @@ def test_after_a_while_the_missing_are_named_with_what_those_that_tried_said() -
     assert machine.handle(Tick(), ROLL_CALL_OF_NODES - 0.1) == []
     assert machine.due == ROLL_CALL_OF_NODES
     (told,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
-    assert isinstance(told, TellMissing)
-    text = "\n".join(told.lines)
+    lines = lines_of(told)
+    text = "\n".join(lines)
     assert "2 of 5 nodes" in text
     assert "nodes 2-4" in text
     assert all(host in text for host in ("gpu02", "gpu03", "10.0.0.9"))
@@ -303,9 +317,9 @@ def test_a_stranger_cannot_write_lines_on_the_screens_of_the_nodes() -> None:
     because = "this is the store of job 7, not of \n\x1b[2Jrallypoint: 3 of 3 nodes have come"
     machine.handle(Rejected("10.0.0.9", because), 1.0)
     (told,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
-    assert isinstance(told, TellMissing)
-    assert told.lines[-1].startswith("refused: 10.0.0.9: this is the store of job 7")
-    assert all(line.isprintable() for line in told.lines)
+    lines = lines_of(told)
+    assert lines[-1].startswith("refused: 10.0.0.9: this is the store of job 7")
+    assert all(line.isprintable() for line in lines)
 
 
 def test_a_node_that_comes_with_the_right_secret_at_last_is_not_named_for_it() -> None:
@@ -318,27 +332,24 @@ def test_a_node_that_comes_with_the_right_secret_at_last_is_not_named_for_it() -
     assert len(machine._last_words) == WORDS_MOST
     come(machine, applicant(1, addresses=("10.1.0.1",)))
     (told,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
-    assert isinstance(told, TellMissing)
-    assert "10.1.0.1" not in str(told.lines)
-    assert "fd00::ff" in str(told.lines)
+    lines = lines_of(told)
+    assert "10.1.0.1" not in str(lines)
+    assert "fd00::ff" in str(lines)
 
 
 def test_a_job_whose_nodes_do_not_come_is_given_up() -> None:
     machine = joining(timeout=30.0)
     come(machine, LEAD, applicant(1), applicant(1, id="a9", node_rank=0))
-    *refused, given_up = [
-        one for one in machine.handle(Tick(), 30.0) if not isinstance(one, TellMissing)
-    ]
-    assert {(one.id, one.code, one.status) for one in refused if isinstance(one, Refuse)} == {
+    refused = [refusal(one) for one in machine.handle(Tick(), 30.0)]
+    assert {(id, one.code, one.status) for id, one in refused} == {
         ("a0", "join-timeout", 75),
         ("a1", "join-timeout", 75),
         ("a9", "node-duplicate", 2),
     }
-    assert isinstance(given_up, GiveUp)
-    assert given_up.status == 75
+    assert machine.state is Stage.CLOSED
     assert machine.due == math.inf
     (late,) = come(machine, applicant(2))
-    assert isinstance(late, Refuse)
+    _, late = refusal(late)
     assert late.code == "join-timeout"
 
 
@@ -359,8 +370,8 @@ def test_nodes_that_came_by_different_addresses_try_all_of_them() -> None:
     machine = joining()
     decisions = come(machine, LEAD, applicant(1), applicant(2, reached="192.168.0.1"))
     assert decisions == [
-        TryAddresses("a1", ("10.0.0.1", "192.168.0.1")),
-        TryAddresses("a2", ("10.0.0.1", "192.168.0.1")),
+        Tell("a1", Try(("10.0.0.1", "192.168.0.1"))),
+        Tell("a2", Try(("10.0.0.1", "192.168.0.1"))),
     ]
     assert machine.handle(Reachable("a1", ("10.0.0.1", "192.168.0.1")), 2.0) == []
     (form,) = machine.handle(Reachable("a2", ("192.168.0.1",)), 2.1)
@@ -382,13 +393,11 @@ def test_no_address_that_all_reach() -> None:
     machine = joining()
     come(machine, LEAD, applicant(1), applicant(2, reached="192.168.0.1"))
     machine.handle(Reachable("a1", ("10.0.0.1",)), 2.0)
-    *refused, given_up = machine.handle(Reachable("a2", ("192.168.0.1",)), 2.1)
-    assert {one.id for one in refused if isinstance(one, Refuse)} == {"a0", "a1", "a2"}
-    first = refused[0]
-    assert isinstance(first, Refuse)
+    refused = [refusal(one) for one in machine.handle(Reachable("a2", ("192.168.0.1",)), 2.1)]
+    assert {id for id, _ in refused} == {"a0", "a1", "a2"}
+    first = refused[0][1]
     assert first.code == "no-common-address"
     assert set(first.why) == {"gpu01: 10.0.0.1", "gpu02: 192.168.0.1"}
-    assert isinstance(given_up, GiveUp)
     assert machine.state is Stage.CLOSED
 
 

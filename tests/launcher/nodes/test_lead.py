@@ -19,32 +19,32 @@ from rallypoint.diagnosis.evidence import (
 from rallypoint.diagnosis.rendezvous_mismatch import MISFIT_SETTLE
 from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.nodes.all_ranks import LOOK_AFTER, ROLL_CALL_PATIENCE
+from rallypoint.launcher.nodes.decisions import TellAll, TellNodes
 from rallypoint.launcher.nodes.joining import Tick
 from rallypoint.launcher.nodes.lead import (
     CAUSE_PATIENCE,
     EVIDENCE_PATIENCE,
     OVER_PATIENCE,
-    AskNodes,
     Diagnose,
-    Diagnosed,
-    DismissAll,
-    InVainAll,
-    JudgeAll,
     Lead,
     Lost,
     NextAttempt,
     Phase,
-    SentenceAll,
 )
 from rallypoint.launcher.nodes.messages import (
     AllWait,
+    Ask,
+    Dismissed,
     EvidenceOf,
     Failing,
+    Judge,
     NodeAnswer,
     Over,
     RankView,
     RollCall,
+    Sentence,
     Views,
+    WaitInVain,
     decode,
     encode,
 )
@@ -78,7 +78,7 @@ class Play:
     ) -> None:
         self.judging(now, **failing)
         self.at(
-            now + 0.2, *(evidence(node) for node in range(3)), Diagnosed(status, same, (REPORT,))
+            now + 0.2, *(evidence(node) for node in range(3)), diagnosed(status, same, (REPORT,))
         )
         assert self.machine.state is Phase.STOPPING
 
@@ -86,7 +86,19 @@ class Play:
         return self.at(self.machine.due, Tick())
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [decision for decision in self.decisions if isinstance(decision, kind)]
+        """What was decided of this kind, or told to all."""
+        told = [getattr(decision, "message", decision) for decision in self.decisions]
+        return [decision for decision in told if isinstance(decision, kind)]
+
+
+def diagnosed(status: int, same: str = "", reports: tuple[Report, ...] = ()) -> Sentence:
+    return Sentence(reports, status, same)
+
+
+def message(decisions: list[Any]) -> Any:
+    """The message of the only decision."""
+    (decision,) = decisions
+    return decision.message
 
 
 def evidence(node: int) -> EvidenceOf:
@@ -114,24 +126,24 @@ def test_a_job_that_goes_well_on_all_nodes() -> None:
     play = Play()
     assert play.machine.due == math.inf
     assert play.at(100.0, *over(1, 0, well=True)) == []
-    (dismissed,) = play.at(200.0, *over(2, well=True))
+    dismissed = message(play.at(200.0, *over(2, well=True)))
     assert (dismissed.status, play.machine.state) == (0, Phase.OVER)
     assert play.machine.due == math.inf
 
 
 def test_a_failure_on_one_node_is_judged_on_all() -> None:
     play = Play()
-    assert play.judging() == [JudgeAll(1, "rank 2 raised ValueError")]
+    assert play.judging() == [TellAll(Judge("rank 2 raised ValueError"), 1)]
     assert play.at(5.1, evidence(1), evidence(0)) == []
     (diagnose,) = play.at(5.2, evidence(2))
     assert isinstance(diagnose, Diagnose)
     assert {*diagnose.evidence} == {0, 1, 2}
     assert (diagnose.lost, diagnose.silent) == ({}, ())
-    (sentence,) = play.at(5.3, Diagnosed(3, "", (REPORT,)))
-    assert sentence == SentenceAll((REPORT,), 3)
+    (sentence,) = play.at(5.3, diagnosed(3, "", (REPORT,)))
+    assert sentence == TellAll(Sentence((REPORT,), 3))
     assert play.at(5.5, *over(0, 1)) == []
-    (dismissed,) = play.at(5.6, *over(2))
-    assert dismissed == DismissAll(3, "rank 2 raised ValueError")
+    dismissed = message(play.at(5.6, *over(2)))
+    assert dismissed == Dismissed(3, "rank 2 raised ValueError")
 
 
 def test_failures_of_several_nodes_are_one_judgement() -> None:
@@ -139,8 +151,8 @@ def test_failures_of_several_nodes_are_one_judgement() -> None:
     play.judging()
     assert play.at(5.01, Failing(2, "rank 4 lost a peer", sure=False)) == []
     play.at(5.2, *(evidence(node) for node in range(3)))
-    play.at(5.3, Diagnosed(1), Failing(0, "rank 0 lost a peer", sure=False))
-    assert len(play.of(JudgeAll)) == len(play.of(Diagnose)) == len(play.of(SentenceAll)) == 1
+    play.at(5.3, diagnosed(1), Failing(0, "rank 0 lost a peer", sure=False))
+    assert len(play.of(Judge)) == len(play.of(Diagnose)) == len(play.of(Sentence)) == 1
 
 
 def test_a_silent_node_is_named_and_not_waited_for() -> None:
@@ -151,7 +163,7 @@ def test_a_silent_node_is_named_and_not_waited_for() -> None:
     (diagnose,) = play.tick()
     assert diagnose.silent == (2,)
     assert play.at(6.1, evidence(2)) == []
-    play.at(6.2, Diagnosed(1))
+    play.at(6.2, diagnosed(1))
     assert play.machine.state is Phase.STOPPING
 
 
@@ -176,21 +188,21 @@ def test_a_node_that_can_start_no_rank_forbids_another_attempt(known: dict[str, 
     play = Play(max_restarts=3)
     play.judging()
     here = NodeEvidence(node=1, host="gpu02", **known)
-    play.at(5.2, evidence(0), EvidenceOf(1, here), evidence(2), Diagnosed(137, "", (REPORT,)))
-    (dismissed,) = play.at(6.0, *over(0, 1, 2))
-    assert (type(dismissed), dismissed.status) == (DismissAll, 137)
+    play.at(5.2, evidence(0), EvidenceOf(1, here), evidence(2), diagnosed(137, "", (REPORT,)))
+    dismissed = message(play.at(6.0, *over(0, 1, 2)))
+    assert (type(dismissed), dismissed.status) == (Dismissed, 137)
 
 
 def test_a_lost_node_is_judged_without_it_and_ends_the_job() -> None:
     play = Play(max_restarts=3)
     (judge,) = play.at(5.0, Lost(2, "no packet comes back"))
     assert judge.but == -1
-    assert "gpu03" in judge.because
+    assert "gpu03" in judge.message.because
     (diagnose,) = play.at(5.2, evidence(0), evidence(1))
     assert diagnose.lost == {2: "no packet comes back"}
-    play.at(5.3, Diagnosed(75))
-    (dismissed,) = play.at(5.5, *over(0, 1))
-    assert (dismissed.status, type(dismissed)) == (75, DismissAll)
+    play.at(5.3, diagnosed(75))
+    dismissed = message(play.at(5.5, *over(0, 1)))
+    assert (dismissed.status, type(dismissed)) == (75, Dismissed)
     assert "gpu03" in dismissed.because
 
 
@@ -202,7 +214,7 @@ def test_a_node_lost_after_a_failure_forbids_another_attempt(
     play = Play(max_restarts=max_restarts)
     play.stopping(status=3)
     play.at(6.0, *over(0, 1))
-    (dismissed,) = play.at(7.0, Lost(2, "its connection ended"))
+    dismissed = message(play.at(7.0, Lost(2, "its connection ended")))
     assert dismissed.status == status
 
 
@@ -211,7 +223,7 @@ def test_what_a_lost_node_still_says_counts_no_more() -> None:
     play.at(
         5.0, Lost(2, "silent"), evidence(2), *over(2), Failing(2, "rank 4 raised", signal="INT")
     )
-    assert len(play.of(JudgeAll)) == 1
+    assert len(play.of(Judge)) == 1
     (diagnose,) = play.at(5.2, evidence(0), evidence(1))
     assert {*diagnose.evidence} == {0, 1}
 
@@ -229,7 +241,7 @@ def test_the_loss_of_a_node_that_is_done_hurts_nobody() -> None:
     play = Play()
     play.at(5.0, *over(2, well=True), Lost(2, "silent"))
     assert play.machine.state is Phase.RUNNING
-    (dismissed,) = play.at(9.0, *over(0, 1, well=True))
+    dismissed = message(play.at(9.0, *over(0, 1, well=True)))
     assert dismissed.status == 0
 
 
@@ -239,8 +251,8 @@ def test_a_node_that_is_done_gives_evidence_too() -> None:
     play.judging()
     assert play.at(5.1, evidence(1), evidence(2)) == []
     assert {*play.at(5.2, evidence(0))[0].evidence} == {0, 1, 2}
-    play.at(5.3, Diagnosed(1))
-    (dismissed,) = play.at(5.5, *over(1, 2))
+    play.at(5.3, diagnosed(1))
+    dismissed = message(play.at(5.5, *over(1, 2)))
     assert dismissed.status == 1
 
 
@@ -264,7 +276,7 @@ def test_a_node_that_ends_without_saying_why_is_a_failure() -> None:
     play = Play()
     (judge,) = play.at(5.0, *over(1))
     assert judge.but == 1
-    assert "gpu02" in judge.because
+    assert "gpu02" in judge.message.because
 
 
 def test_another_attempt_on_all_nodes() -> None:
@@ -274,7 +286,7 @@ def test_another_attempt_on_all_nodes() -> None:
     assert play.at(6.5, *over(1)) == [NextAttempt(1, "rank 2 raised ValueError")]
     assert (play.machine.state, play.machine.attempt) == (Phase.RUNNING, 1)
     play.stopping(20.0, status=4)
-    (dismissed,) = play.at(21.0, *over(0, 1, 2))
+    dismissed = message(play.at(21.0, *over(0, 1, 2)))
     assert (dismissed.status, dismissed.times) == (4, 0)
 
 
@@ -287,7 +299,7 @@ def test_the_same_failure_again_and_again_soon_after_each_start_ends_the_job() -
         now += 1.0
         play.at(now, *over(0, 1, 2))
     assert len(play.of(NextAttempt)) == ENOUGH_TIMES - 1
-    assert play.decisions[-1].times == ENOUGH_TIMES
+    assert play.decisions[-1].message.times == ENOUGH_TIMES
 
 
 def test_the_same_failure_late_in_each_attempt_does_not() -> None:
@@ -304,11 +316,11 @@ def test_the_same_failure_late_in_each_attempt_does_not() -> None:
 def test_a_job_that_is_stopped_from_outside_is_not_started_again() -> None:
     play = Play(max_restarts=3)
     (judge,) = play.judging(node=0, signal="SIGINT")
-    assert (judge.but, judge.signal) == (0, "SIGINT")
+    assert (judge.but, judge.message.signal) == (0, "SIGINT")
     (diagnose,) = play.at(5.1, *(evidence(node) for node in range(3)))
     assert diagnose.signal == "SIGINT"
-    play.at(5.2, Diagnosed(130))
-    (dismissed,) = play.at(6.0, *over(0, 1, 2))
+    play.at(5.2, diagnosed(130))
+    dismissed = message(play.at(6.0, *over(0, 1, 2)))
     assert dismissed.status == 130
 
 
@@ -316,7 +328,7 @@ def test_a_signal_that_a_batch_system_sends_to_every_node_is_one_wish() -> None:
     play = Play()
     play.judging(node=0, signal="SIGTERM")
     assert play.at(5.02, Failing(1, "the launcher got SIGTERM", signal="SIGTERM")) == []
-    play.at(5.2, *(evidence(node) for node in range(3)), Diagnosed(143))
+    play.at(5.2, *(evidence(node) for node in range(3)), diagnosed(143))
     assert play.at(5.4, Failing(2, "the launcher got SIGTERM", signal="SIGTERM")) == []
 
 
@@ -325,9 +337,9 @@ def test_a_second_signal_to_one_node_is_told_to_all(is_judged: bool) -> None:
     play = Play()
     play.judging(node=0, signal="SIGINT")
     if is_judged:
-        play.at(5.2, *(evidence(node) for node in range(3)), Diagnosed(130))
+        play.at(5.2, *(evidence(node) for node in range(3)), diagnosed(130))
     again = Failing(0, "the launcher got SIGINT a second time", signal="SIGINT")
-    assert play.at(7.0, again) == [JudgeAll(0, again.because, "SIGINT")]
+    assert play.at(7.0, again) == [TellAll(Judge(again.because, "SIGINT"), 0)]
 
 
 def test_ctrl_c_while_a_failure_is_judged_or_its_ranks_are_stopped_is_told_to_all() -> None:
@@ -335,12 +347,12 @@ def test_ctrl_c_while_a_failure_is_judged_or_its_ranks_are_stopped_is_told_to_al
         play = Play(max_restarts=3)
         play.judging()
         if is_judged:
-            play.at(5.2, *(evidence(node) for node in range(3)), Diagnosed(1))
+            play.at(5.2, *(evidence(node) for node in range(3)), diagnosed(1))
         signal = Failing(0, "the launcher got SIGINT", signal="SIGINT")
-        assert play.at(5.3, signal) == [JudgeAll(0, signal.because, "SIGINT")]
-        play.at(5.4, *(evidence(node) for node in range(3)), Diagnosed(1))
-        (dismissed,) = play.at(6.0, *over(0, 1, 2))
-        assert isinstance(dismissed, DismissAll)
+        assert play.at(5.3, signal) == [TellAll(Judge(signal.because, "SIGINT"), 0)]
+        play.at(5.4, *(evidence(node) for node in range(3)), diagnosed(1))
+        dismissed = message(play.at(6.0, *over(0, 1, 2)))
+        assert isinstance(dismissed, Dismissed)
 
 
 def test_a_node_that_does_not_end_its_ranks_is_given_up() -> None:
@@ -348,7 +360,7 @@ def test_a_node_that_does_not_end_its_ranks_is_given_up() -> None:
     play.stopping()
     play.at(6.0, *over(0, 1))
     assert play.machine.due == pytest.approx(5.2 + 5.0 + OVER_PATIENCE)
-    (dismissed,) = play.tick()
+    dismissed = message(play.tick())
     assert dismissed.status == 1
 
 
@@ -356,7 +368,7 @@ def test_when_no_rank_of_any_node_goes_on_all_are_told() -> None:
     play = Play()
     play.stopping(status=143, node=0, signal="SIGTERM")
     assert play.at(6.0, AllWait(0), AllWait(1)) == []
-    assert isinstance(play.at(6.1, AllWait(2))[0], InVainAll)
+    assert isinstance(message(play.at(6.1, AllWait(2))), WaitInVain)
 
 
 def test_one_rank_that_ends_or_goes_on_may_end_the_wait_of_others() -> None:
@@ -365,7 +377,7 @@ def test_one_rank_that_ends_or_goes_on_may_end_the_wait_of_others() -> None:
     assert play.at(6.0, AllWait(0), AllWait(1), views(1, view(2, ended=(0, 0))), AllWait(2)) == []
     assert play.at(6.2, AllWait(0), AllWait(1, waits=False)) == []
     assert play.at(6.3, *over(1), AllWait(0)) == []
-    assert isinstance(play.at(6.4, AllWait(2))[0], InVainAll)
+    assert isinstance(message(play.at(6.4, AllWait(2))), WaitInVain)
 
 
 # --- the ranks of all nodes
@@ -380,7 +392,7 @@ def test_a_rank_that_left_well_while_ranks_of_other_nodes_wait_for_it() -> None:
     assert play.machine.due == 4.0 + LOOK_AFTER
     (judge,) = play.tick()
     assert judge.but == -1
-    assert "rank 5 on gpu03 left" in judge.because
+    assert "rank 5 on gpu03 left" in judge.message.because
 
 
 def test_one_that_has_met_the_others_may_leave_before_they_have_told_of_that() -> None:
@@ -400,7 +412,7 @@ def test_ranks_of_two_nodes_that_look_for_each_other_at_different_places() -> No
     while play.machine.due < 3.0 + MISFIT_SETTLE:
         assert play.tick() == []
     (judge,) = play.tick()
-    assert "different addresses" in judge.because
+    assert "different addresses" in judge.message.because
     (diagnose,) = play.at(6.0, *(evidence(node) for node in range(3)))
     assert diagnose.misfit.code == "address-differs"
 
@@ -413,7 +425,7 @@ def test_one_that_tries_another_place_in_time_is_no_misfit() -> None:
     play.at(3.5, joining(2))
     while play.machine.due < 30.0:
         assert play.tick() == []
-    assert play.at(40.0, Failing(1, "rank 2 raised")) == [JudgeAll(1, "rank 2 raised")]
+    assert play.at(40.0, Failing(1, "rank 2 raised")) == [TellAll(Judge("rank 2 raised"), 1)]
     (diagnose,) = play.at(40.2, *(evidence(node) for node in range(3)))
     assert diagnose.misfit is None
 
@@ -421,12 +433,15 @@ def test_one_that_tries_another_place_in_time_is_no_misfit() -> None:
 def test_a_roll_call_asks_the_nodes_of_the_missing_and_names_rank_and_host() -> None:
     play = Play()
     play.at(3.0, joining(0), views(1, view(2)), views(2, view(4, "importing", lasted=2.0)))
-    (asked,) = play.tick()
-    assert isinstance(asked, AskNodes)
-    assert asked.nodes == {1: (3,), 2: (4, 5)}
+    asked = play.tick()
+    number = asked[0].message.number
+    assert asked == [
+        TellNodes((1,), Ask("roll-call", number, (3,))),
+        TellNodes((2,), Ask("roll-call", number, (4, 5))),
+    ]
     stack = (Frame("/job/data.py", 88, "build_index", "index = build()"),)
-    play.at(33.1, NodeAnswer(1, asked.number, (RankEvidence(3, 1, 9, "importing", stack=stack),)))
-    (roll,) = play.at(33.2, NodeAnswer(2, asked.number, states={4: "stopped (SIGSTOP)"}))
+    play.at(33.1, NodeAnswer(1, number, (RankEvidence(3, 1, 9, "importing", stack=stack),)))
+    roll = message(play.at(33.2, NodeAnswer(2, number, states={4: "stopped (SIGSTOP)"})))
     assert isinstance(roll, RollCall)
     text = "\n".join(roll.lines)
     assert "3 of 6 ranks" in roll.lines[0]
@@ -441,10 +456,10 @@ def test_a_roll_call_asks_the_nodes_of_the_missing_and_names_rank_and_host() -> 
 def test_a_node_that_does_not_answer_a_roll_call_is_not_waited_for() -> None:
     play = Play()
     play.at(3.0, joining(0), joining(1))
-    (asked,) = play.tick()
-    assert asked.nodes == {2: (4, 5)}
+    asked = message(play.tick())
+    assert asked.ranks == (4, 5)
     assert play.machine.due == 33.0 + ROLL_CALL_PATIENCE
-    (roll,) = play.tick()
+    roll = message(play.tick())
     assert "ranks 4-5 on gpu03" in "\n".join(roll.lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import FailedAttempt
-from rallypoint.launcher.nodes.lead_runner import Settings, StoodStill
+from rallypoint.launcher.nodes.lead_runner import LeadRunner, Settings, StoodStill
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,
     Heard,
@@ -113,6 +114,39 @@ def test_nothing_is_left_of_a_place_in_a_job_that_is_over(join: Join) -> None:
     while len(os.listdir("/proc/self/fd")) > before:
         assert time.monotonic() < until
         gc.collect()
+
+
+@pytest.mark.parametrize("threads", range(8))
+def test_a_lead_that_gets_too_few_threads_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Its port stayed taken: the next try of this node to lead found itself there."""
+    start, started = threading.Thread.start, []
+
+    def begin(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > threads:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    claim = endpoint.claim(Nodes(count=2, rank=0, ports=(_free_port(),)), None)
+    assert claim is not None
+    settings = Settings("7", "none", SECRET, 2.0, 20.0, 0, None, 0, 30.0, 30.0, "train.py")
+    applicant = Applicant("0", "gpu00", 100, 1, 2, Versions("1", "", "3.11"), "")
+    before = len(os.listdir("/proc/self/fd")) - 1
+    faults: list[Exception] = []
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    try:
+        lead = LeadRunner(claim, settings, applicant, no_judge, Clock(), faults.append)
+    except (RallypointError, RuntimeError):
+        assert len(started) > threads
+        for thread in started[:-1]:
+            thread.join(20.0)
+    else:
+        assert len(started) <= threads
+        lead.close(1.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert faults == []
 
 
 def test_a_fault_in_the_thread_of_the_lead_reaches_the_agent(join: Join) -> None:

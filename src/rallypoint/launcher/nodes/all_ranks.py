@@ -207,17 +207,17 @@ class AllRanks:
 
     # --- the roll call
 
-    def absent(self, now: float) -> dict[int, tuple[int, ...]] | None:
+    def absent(self, now: float) -> dict[int, tuple[int, ...]]:
         """Return the ranks to be asked where they are, by node, when a roll call is due now."""
         if now < self._roll_at or not self._waiting:
-            return None
+            return {}
         since = min(self._since[rank] for rank in self._waiting)
         if self._debugged:
             self._roll_at = now + self._roll_call
-            return None
+            return {}
         self._roll_at = since + self._roll_after
         if now < self._roll_at:
-            return None
+            return {}
         self._roll_after *= 2
         self._roll_at = since + self._roll_after
         nodes: dict[int, list[int]] = {}

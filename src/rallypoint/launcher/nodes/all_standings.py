@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec.structs import replace
 
 from rallypoint.diagnosis.rank_snapshot import RankStanding
+from rallypoint.launcher.nodes.decisions import Decision, TellNodes
 from rallypoint.launcher.nodes.joining import NodeEvent
 from rallypoint.launcher.nodes.messages import (
     Ask,
@@ -22,18 +23,10 @@ from rallypoint.launcher.nodes.messages import (
     StandingsOf,
     StandsStill,
 )
-from rallypoint.launcher.nodes.refusals import Decision
 from rallypoint.world import World
 
 NODES_ANSWER_WITHIN = 2.5
 """Seconds for the nodes to answer: each gives its ranks 1.5 s, and a person waits 5 s."""
-
-
-class SendTo(Decision):
-    """Send these nodes a message."""
-
-    nodes: tuple[int, ...]
-    message: NodeMessage
 
 
 class AllStandings:
@@ -87,7 +80,7 @@ class AllStandings:
                 self._tells = False
                 if self._is_told:
                     self._is_told = False
-                    made = [SendTo(tuple(living), StallOver(ranks))]
+                    made = [TellNodes(tuple(living), StallOver(ranks))]
         if not (self._is_told or self._tells) and self._stands(at_work):
             self._tells = True
             made += self._ask(living, now)
@@ -104,7 +97,7 @@ class AllStandings:
         self._found = {}
         self._awaited = {*living}
         self.due = now + NODES_ANSWER_WITHIN
-        return [SendTo(tuple(living), Ask("stacks", self._number))]
+        return [TellNodes(tuple(living), Ask("stacks", self._number))]
 
     def _perhaps_tell(
         self, living: Collection[int], at_work: Collection[int], now: float
@@ -124,7 +117,7 @@ class AllStandings:
             looks = min(self._looks[node] for node in at_work)
             told, nodes = replace(told, stall=stall, looks=looks), living
         self._tells, self._askers = False, set()
-        return [SendTo(tuple(nodes), told)] if nodes else []
+        return [TellNodes(tuple(nodes), told)] if nodes else []
 
     def _ranks(self) -> tuple[RankStanding, ...]:
         return tuple(

@@ -14,10 +14,16 @@ from typing import Any, dataclass_transform
 import msgspec
 
 from rallypoint.diagnosis.render import plain
-from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes import refusals
-from rallypoint.launcher.nodes.messages import Applicant, Offers, Reachable
-from rallypoint.launcher.nodes.refusals import Decision
+from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll
+from rallypoint.launcher.nodes.messages import (
+    Applicant,
+    Missing,
+    Offers,
+    Reachable,
+    Refused,
+    Try,
+)
 from rallypoint.store.address import Address
 from rallypoint.world import Seat, World, ranges
 
@@ -81,26 +87,6 @@ class Form(Decision):
 
     seats: dict[str, Seat]
     world: World
-
-
-class TellMissing(Decision):
-    """Lines to be printed by every applicant that is here."""
-
-    lines: tuple[str, ...]
-
-
-class TryAddresses(Decision):
-    """Have this applicant connect to these addresses of the lead; `Reachable` is the answer."""
-
-    id: str
-    addresses: tuple[str, ...]
-
-
-class GiveUp(Decision):
-    """No world will be formed. Every applicant has been refused before."""
-
-    status: int
-    because: str
 
 
 class Joining:
@@ -188,15 +174,14 @@ class Joining:
             return []
         if applicant.id != self._lead.id:
             if refused := refusals.unfit(applicant, self._lead):
-                self._last_words[applicant.host] = f"refused: {refused.headline}"
-                return [refused]
+                return [self._refuse(applicant, refused)]
             rank = applicant.node_rank
             if rank in self._holders:
                 self._doubtful[applicant.id] = (applicant, now + DUPLICATE_PATIENCE)
                 return []
             # The place of the lead, which may come last, is kept.
             if len(self._here) - (self._lead.id in self._here) == self._count - 1:
-                return [refusals.complete(applicant, self._here.values(), self._lead)]
+                return [Tell(applicant.id, self._complete(applicant))]
             if rank is not None:
                 self._holders[rank] = applicant
         return self._admit(applicant, now)
@@ -240,12 +225,22 @@ class Joining:
         if applicant.id in self._here or applicant.id in self._doubtful:
             return []
         if self.state is Stage.FORMED and len(self._here) < self._count:
-            return [refusals.over(applicant, self._lead.host)]
-        if refused := refusals.unfit(applicant, self._lead):
-            return [refused]
-        if self.state is Stage.CLOSED:
-            return [refusals.timed_out(applicant.id, "the job was given up", [*self._roll()])]
-        return [refusals.complete(applicant, self._here.values(), self._lead)]
+            refused = refusals.over(applicant, self._lead.host)
+        elif unfit := refusals.unfit(applicant, self._lead):
+            refused = unfit
+        elif self.state is Stage.CLOSED:
+            refused = refusals.timed_out("the job was given up", [*self._roll()])
+        else:
+            refused = self._complete(applicant)
+        return [Tell(applicant.id, refused)]
+
+    def _complete(self, applicant: Applicant) -> Refused:
+        return refusals.complete(applicant, self._here.values(), self._lead)
+
+    def _refuse(self, applicant: Applicant, refused: Refused) -> Decision:
+        """Refuse one that is missing because of it, which the others are told."""
+        self._last_words[applicant.host] = f"refused: {refused.headline}"
+        return Tell(applicant.id, refused)
 
     def _left(self, event: Went, now: float) -> list[Decision]:
         """Note that the job ends: one of its nodes is lost, or has been dismissed."""
@@ -258,16 +253,15 @@ class Joining:
             self.state = Stage.CLOSED
             missing = f"{self._count - len(self._here)} of {self._count} nodes"
             because = f"{missing} did not come within {now - self._began:.0f} s"
-            roll = [*self._roll()]
-            waiting = [*self._here, *self._doubtful]
+            refused = refusals.timed_out(because, [*self._roll()])
+            decisions += (Tell(id, refused) for id in (*self._here, *self._doubtful))
             self._doubtful.clear()
-            decisions += (refusals.timed_out(id, because, roll) for id in waiting)
-            return [*decisions, GiveUp(TEMPORARY, because)]
+            return decisions
         if now >= self._began + self._roll_after:
             self._roll_after *= 2
             came = f"{len(self._here)} of {self._count} nodes have come"
             head = f"{came} after {now - self._began:.0f} s"
-            decisions.append(TellMissing((head, *self._roll())))
+            decisions.append(TellAll(Missing((head, *self._roll()))))
         return decisions
 
     def _refuse_doubtful(self, now: float) -> list[Decision]:
@@ -279,8 +273,7 @@ class Joining:
             del self._doubtful[applicant.id]
             rank = applicant.node_rank or 0
             refused = refusals.duplicate(applicant, self._holders[rank].host, rank)
-            self._last_words[applicant.host] = f"refused: {refused.headline}"
-            decisions.append(refused)
+            decisions.append(self._refuse(applicant, refused))
         return decisions
 
     def _roll(self) -> Iterator[str]:
@@ -320,7 +313,7 @@ class Joining:
         self._candidates = tuple(filter(None, dict.fromkeys(every)))
         self._reached = {}
         self._try_until = now + TRY_PATIENCE
-        return [TryAddresses(one.id, self._candidates) for one in others]
+        return [Tell(one.id, Try(self._candidates)) for one in others]
 
     def _reachable(self, event: Reachable, now: float) -> list[Decision]:
         if event.id in self._here:
@@ -355,8 +348,8 @@ class Joining:
         table: dict[frozenset[str], list[Applicant]] = {}
         for one in others:
             table.setdefault(reached[one.id], []).append(one)
-        refused = refusals.no_common_address(self._here, self._lead, table)
-        return [*refused, GiveUp(refusals.USAGE_STATUS, refused[0].headline)]
+        refused = refusals.no_common_address(self._lead, table)
+        return [Tell(id, refused) for id in self._here]
 
     def _form(self, address: str) -> list[Decision]:
         self.state, self._address = Stage.FORMED, address
@@ -371,9 +364,9 @@ class Joining:
         self.hosts = tuple(applicant.host for applicant in self._order)
         self.world = World.of(applicant.slots for applicant in self._order)
         seats = self.seats(0, self._lead.offers or Offers(0))
-        decisions = [*self._refuse_doubtful(math.inf), Form(seats, self.world)]
         lines = refusals.patches(self._order, self._lead.id)
-        return [TellMissing(lines), *decisions] if lines else decisions
+        told = [TellAll(Missing(lines))] if lines else []
+        return [*told, *self._refuse_doubtful(math.inf), Form(seats, self.world)]
 
 
 def _is_loopback(address: str) -> bool:

@@ -14,21 +14,25 @@ from typing import Any
 
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
-from rallypoint.diagnosis.report import TEMPORARY, Report
+from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes.all_ranks import AllRanks
 from rallypoint.launcher.nodes.all_standings import AllStandings
+from rallypoint.launcher.nodes.decisions import Decision, TellAll, TellNodes
 from rallypoint.launcher.nodes.joining import NodeEvent, Tick
 from rallypoint.launcher.nodes.messages import (
     AllWait,
+    Ask,
+    Dismissed,
     EvidenceOf,
     Failing,
+    Judge,
     NodeAnswer,
     NodeMessage,
     Over,
-    RollCall,
+    Sentence,
     Views,
+    WaitInVain,
 )
-from rallypoint.launcher.nodes.refusals import Decision
 from rallypoint.launcher.plan import ROLL_CALL
 from rallypoint.launcher.restarts import Restarts
 from rallypoint.world import World
@@ -60,26 +64,8 @@ class Lost(NodeEvent):
     how: str
 
 
-class Diagnosed(NodeEvent):
-    """The reports are made, an answer to `Diagnose`."""
-
-    status: int
-    same: str = ""
-    reports: tuple[Report, ...] = ()
-
-
-class JudgeAll(Decision):
-    """Have all nodes judge, but the one (-1: none) that has begun by itself. `signal`: the job is
-    stopped from outside; told again, nobody waits for a grace.
-    """
-
-    but: int
-    because: str
-    signal: str = ""
-
-
 class Diagnose(Decision):
-    """Make the reports from this evidence; answer with `Diagnosed`."""
+    """Make the reports from this evidence; a `Sentence` is the answer."""
 
     evidence: dict[int, NodeEvidence]
     lost: dict[int, str]  # and how
@@ -89,39 +75,10 @@ class Diagnose(Decision):
     signal: str = ""
 
 
-class SentenceAll(Decision):
-    """Tell all nodes the reports; they stop their ranks."""
-
-    reports: tuple[Report, ...]
-    status: int
-    same: str = ""
-
-
 class NextAttempt(Decision):
     """Give all nodes their seats of another attempt."""
 
     attempt: int
-    because: str
-
-
-class DismissAll(Decision):
-    """End the job. `times`: equal failures in a row, too many for another attempt."""
-
-    status: int
-    because: str
-    times: int = 0
-
-
-class AskNodes(Decision):
-    """Ask nodes where these ranks of theirs are; `NodeAnswer` with this number is the answer."""
-
-    nodes: dict[int, tuple[int, ...]]
-    number: int
-
-
-class InVainAll(Decision):
-    """Tell all nodes that their ranks wait for nobody any more: each is killed."""
-
     because: str
 
 
@@ -172,10 +129,8 @@ class Lead:
             f"{len(self._open)} of {self._count} nodes at work>"
         )
 
-    def handle(self, event: NodeEvent | NodeMessage, now: float) -> list[Decision | RollCall]:
-        """Return what to do about `event` at `now` (seconds, any origin, never going back). A
-        `RollCall` is to be sent to all nodes.
-        """
+    def handle(self, event: NodeEvent | NodeMessage, now: float) -> list[Decision]:
+        """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         if getattr(event, "node", None) in self._lost:
             return []
         row = TABLE[self.state].get(type(event))
@@ -206,21 +161,23 @@ class Lead:
         self.ranks.changed(event.ranks, now)
         return []
 
-    def _answer(self, event: NodeAnswer, now: float) -> list[Decision | RollCall]:
+    def _answer(self, event: NodeAnswer, now: float) -> list[Decision]:
         self.ranks.answered(event, now)
         return self._call_roll(now)
 
-    def _tick_while_running(self, event: Tick, now: float) -> list[Decision | RollCall]:
+    def _tick_while_running(self, event: Tick, now: float) -> list[Decision]:
         because = self.ranks.look(now)
         if because:
-            return [*self._judge(because, now)]
-        asked = self.ranks.absent(now)
-        asking: list[Decision | RollCall] = [AskNodes(asked, self.ranks.number)] if asked else []
-        return asking + self._call_roll(now)
+            return self._judge(because, now)
+        asked, number = self.ranks.absent(now), self.ranks.number
+        questions = [
+            TellNodes((node,), Ask("roll-call", number, ranks)) for node, ranks in asked.items()
+        ]
+        return [*questions, *self._call_roll(now)]
 
-    def _call_roll(self, now: float) -> list[Decision | RollCall]:
+    def _call_roll(self, now: float) -> list[Decision]:
         roll = self.ranks.called(now)
-        return [roll] if roll is not None else []
+        return [TellAll(roll)] if roll is not None else []
 
     def _failed(self, event: Failing, now: float) -> list[Decision]:
         self._failing.add(event.node)
@@ -250,7 +207,7 @@ class Lead:
         self.state, self._because, self._signal = Phase.JUDGING, because, signal
         self._judged_at, self._deadline = now, now + EVIDENCE_PATIENCE
         self._awaited = {node for node in range(self._count) if node not in self._lost}
-        return [JudgeAll(but, because, signal), *self._perhaps_diagnose(now)]
+        return [TellAll(Judge(because, signal), but), *self._perhaps_diagnose(now)]
 
     def _another_failed(self, event: Failing, now: float) -> list[Decision]:
         self._failing.add(event.node)
@@ -265,7 +222,7 @@ class Lead:
         if not is_new:
             return []
         self._signal, self._because = event.signal, event.because
-        return [JudgeAll(event.node, event.because, event.signal)]
+        return [TellAll(Judge(event.because, event.signal), event.node)]
 
     def _another_lost(self, event: Lost, now: float) -> list[Decision]:
         self._lost[event.node] = event.how
@@ -302,7 +259,7 @@ class Lead:
     def _tick_while_judging(self, event: Tick, now: float) -> list[Decision]:
         return self._perhaps_diagnose(now)
 
-    def _diagnosed(self, event: Diagnosed, now: float) -> list[Decision]:
+    def _diagnosed(self, event: Sentence, now: float) -> list[Decision]:
         if not self._diagnosing:
             return []
         self.state, self._status = Phase.STOPPING, event.status
@@ -310,8 +267,7 @@ class Lead:
         self._restarts.failed(event.same, now - self._began)
         if any(node.helper or node.problem for node in self._evidence.values()):
             self._restarts.most = self._restarts.made  # that node can start no rank
-        sentence = SentenceAll(event.reports, event.status, event.same)
-        return [sentence, *self._perhaps_conclude(now)]
+        return [TellAll(event), *self._perhaps_conclude(now)]
 
     # --- stopping
 
@@ -329,7 +285,7 @@ class Lead:
         if not self._open <= self._vain:
             return []
         self._vain.clear()
-        return [InVainAll("every living rank waits for another one, on all nodes")]
+        return [TellAll(WaitInVain("every living rank waits for another one, on all nodes"))]
 
     def _over(self, event: Over, now: float) -> list[Decision]:
         self._open.discard(event.node)
@@ -366,10 +322,10 @@ class Lead:
 
     def _dismiss(self, status: int, because: str, times: int = 0) -> list[Decision]:
         self.state, self._deadline = Phase.OVER, math.inf
-        return [DismissAll(status, because, times)]
+        return [TellAll(Dismissed(status, because, times))]
 
 
-TABLE: dict[Phase, dict[type[Any], Callable[[Lead, Any, float], Sequence[Decision | RollCall]]]] = {
+TABLE: dict[Phase, dict[type[Any], Callable[[Lead, Any, float], Sequence[Decision]]]] = {
     Phase.RUNNING: {
         Views: Lead._views,
         NodeAnswer: Lead._answer,
@@ -383,7 +339,7 @@ TABLE: dict[Phase, dict[type[Any], Callable[[Lead, Any, float], Sequence[Decisio
         EvidenceOf: Lead._evidence_of,
         Lost: Lead._another_lost,
         Over: Lead._over_while_judging,
-        Diagnosed: Lead._diagnosed,
+        Sentence: Lead._diagnosed,
         Tick: Lead._tick_while_judging,
     },
     Phase.STOPPING: {

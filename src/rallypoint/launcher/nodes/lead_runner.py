@@ -7,6 +7,7 @@ and one that decides. That node's agent is a member like all others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import queue
@@ -25,7 +26,7 @@ from rallypoint.host import ports
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
 from rallypoint.launcher.nodes import joining, lead, messages
-from rallypoint.launcher.nodes.all_standings import SendTo
+from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll, TellNodes
 from rallypoint.launcher.nodes.endpoint import Claim
 from rallypoint.launcher.nodes.joining import Joining, NodeEvent
 from rallypoint.launcher.nodes.judgement import FailedAttempt
@@ -40,7 +41,6 @@ from rallypoint.launcher.nodes.messages import (
     ResultOf,
     Sentence,
 )
-from rallypoint.launcher.nodes.refusals import Decision, Refuse
 from rallypoint.launcher.restarts import Restarts
 from rallypoint.primitives.queue import Queue
 from rallypoint.store.client.client import ABSENT
@@ -113,41 +113,37 @@ class LeadRunner:
         self._holding = threading.Lock()
         self._id = applicant.id
         self.identity: TlsIdentity | None = None  # of the stores of the attempts, too
-        try:
-            if settings.tls:
-                from rallypoint.store.certificate import new_identity  # here: OpenSSL loads slowly
-
-                self.identity = new_identity()
-            offers = self._hold(0)
-        except BaseException:
-            claim.release()
-            raise
-        found = msgspec.structs.replace(applicant, offers=offers)
-        now = self._clock.monotonic()
-        self._joining = Joining(
-            found, timeout=settings.join_timeout, now=now, listens_on=self._wildcard
-        )
         self._lead: Lead | None = None
         self._applicants: dict[str, Applicant] = {}
-        self._looks: dict[int, Looking] = {}
-        self._gone: dict[int, bool] = {}  # lost nodes, and whether nothing was heard of them
-        self._lost_at: dict[int, float] = {}
+        # Lost nodes, and looks at their hosts. There is no attempt after a loss.
+        self._losses: dict[int, tuple[LostNode, Looking | None]] = {}
         self._silent: set[tuple[str, int]] = set()  # host and pid: their leases have ended
         self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._attempt = 0
-        listener = socket.socket(fileno=claim.held.detach())
-        self._server = Server(
-            listeners=[listener],
-            secret=settings.secret,
-            job=settings.name,
-            local=False,
-            identity=self.identity,
-            on_end=self._session_ended,
-            on_stranger=self._stranger_came,
-        )
-        self._server.start()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release)
+            if settings.tls:
+                from rallypoint.store.certificate import new_identity  # here: OpenSSL loads slowly
+
+                self.identity = new_identity()
+            self._joining = Joining(
+                msgspec.structs.replace(applicant, offers=self._hold(0)),
+                timeout=settings.join_timeout,
+                now=self._clock.monotonic(),
+                listens_on=self._wildcard,
+            )
+            self._server = Server(
+                listeners=[socket.socket(fileno=claim.held.detach())],
+                secret=settings.secret,
+                job=settings.name,
+                local=False,
+                identity=self.identity,
+                on_end=self._session_ended,
+                on_stranger=self._stranger_came,
+            )
+            undo.callback(self._server.stop, "the lead could not be started")
+            self._server.start()
             self._store = Member.join(
                 [self.place],
                 settings.secret,
@@ -156,14 +152,13 @@ class LeadRunner:
                 timeout=settings.node_timeout,
                 tls=settings.tls,
             )
+            undo.callback(self._store.close)
+            undo.callback(self._closing.set)
             self._store.set(messages.LEADER, messages.encode(applicant))
             for name, target in (("hear", self._hear), ("watch", self._watch)):
                 start_thread(name, functools.partial(self._carry_out, target))
             self._thread = start_thread("lead", functools.partial(self._carry_out, self._run))
-        except BaseException:
-            self._server.stop("the lead could not be started")
-            self._release()
-            raise
+            undo.pop_all()
 
     # --- for the agent of this node
 
@@ -181,8 +176,7 @@ class LeadRunner:
         self._inbox.put(None)
         self._thread.join(timeout)
         self._closing.set()
-        is_over = self._lead is not None and self._lead.state is lead.Phase.OVER
-        self._server.stop("the job is over" if is_over else "node 0 has left the job")
+        self._server.stop("the job is over" if self._is_over() else "node 0 has left the job")
         self._store.close()
         self._release()
 
@@ -286,18 +280,17 @@ class LeadRunner:
             else:
                 self._handle(event)
 
+    def _is_over(self) -> bool:
+        return self._lead is not None and self._lead.state is lead.Phase.OVER
+
     def _is_running(self) -> bool:
-        return self._lead is not None and self._lead.state is not lead.Phase.OVER
+        return self._lead is not None and not self._is_over()
 
     def _is_done(self) -> bool:
         """Return whether the lead waits for nothing when its own agent leaves: a node that was
         dismissed or refused is about to leave, and others are not told any more.
         """
-        has_ended = (
-            self._lead.state is lead.Phase.OVER
-            if self._lead is not None
-            else self._joining.state is joining.Stage.CLOSED
-        )
+        has_ended = self._is_over() or self._joining.state is joining.Stage.CLOSED
         return not has_ended or not self._applicants.keys() - {self._id}
 
     def _handle(self, event: NodeEvent | NodeMessage) -> None:
@@ -306,7 +299,7 @@ class LeadRunner:
         elif isinstance(event, joining.Went):
             self._went(event.id)
         elif isinstance(event, ResultOf):
-            self._send_to(0, event)
+            self._send(self._id, event)
             return
         elif isinstance(event, messages.Notice):
             self._send_all(event, but=event.node)
@@ -324,24 +317,36 @@ class LeadRunner:
         if gone is None:
             return
         node = self._joining.nodes.get(id)
-        if self._lead is None or node is None:
+        if node is None:
             return
-        self._gone[node] = (gone.host, gone.pid) in self._silent
-        if gone.addresses and self._lead.state is not lead.Phase.OVER:
-            self._looks[node] = Looking(gone.addresses[0], self.place[1], b"", LOOK_TIMEOUT)
-        self._lost_at[node] = self._clock.elapsed()
+        is_silent = (gone.host, gone.pid) in self._silent
+        address = gone.addresses[0] if gone.addresses else ""
+        loss = LostNode(
+            node,
+            gone.host,
+            tuple(self._joining.world.ranks(node)),
+            "lease over" if is_silent else "connection ended",
+            self._clock.elapsed(),
+            self._settings.node_timeout if is_silent else 0.0,
+            address=address,
+        )
+        look = None
+        if address and self._is_running():
+            look = Looking(address, self.place[1], b"", LOOK_TIMEOUT)
+        self._losses[node] = loss, look
         self._inbox.put(lead.Lost(node, "no sign of life came from its launcher"))
 
     def _do(self, decision: Decision | NodeMessage) -> None:
         settings = self._settings
         match decision:
-            case Refuse(id=id):
-                refused = {name: getattr(decision, name) for name in _PARTS}
-                self._send(id, messages.Refused(**refused))
-            case joining.TellMissing(lines):
-                self._send_all(messages.Missing(lines))
-            case joining.TryAddresses(id, addresses):
-                self._send(id, messages.Try(addresses))
+            case Tell(id, message):
+                self._send(id, message)
+            case TellNodes(nodes, message):
+                for id, node in self._joining.nodes.items():
+                    if node in nodes:
+                        self._send(id, message)
+            case TellAll(message, but):
+                self._send_all(message, but)
             case joining.Form(seats, world):
                 self._lead = Lead(
                     world,
@@ -355,27 +360,9 @@ class LeadRunner:
                 self._seat(seats)
             case lead.NextAttempt(attempt):
                 self._attempt = attempt
-                self._lost_at.clear()
-                self._looks.clear()
                 self._seat(self._joining.seats(attempt, self._hold_again(attempt)))
-            case lead.JudgeAll(but, because, name):
-                self._send_all(messages.Judge(because, name), but=but)
             case lead.Diagnose():
-                self._diagnose(decision)
-            case lead.SentenceAll():
-                self._send_all(self._sentence)
-            case lead.DismissAll(status, because, times):
-                self._send_all(messages.Dismissed(status, because, times))
-            case lead.AskNodes(nodes, number):
-                for node, ranks in nodes.items():
-                    self._send_to(node, messages.Ask("roll-call", number, ranks))
-            case SendTo(nodes, message):
-                for node in nodes:
-                    self._send_to(node, message)
-            case lead.InVainAll(because):
-                self._send_all(messages.WaitInVain(because))
-            case messages.RollCall():
-                self._send_all(decision)
+                self._inbox.put(self._diagnosed(decision))
 
     def _seat(self, seats: Mapping[str, Seat]) -> None:
         for id, seat in seats.items():
@@ -385,14 +372,13 @@ class LeadRunner:
             )
             self._send(id, seated)
 
-    def _diagnose(self, decision: lead.Diagnose) -> None:
+    def _diagnosed(self, decision: lead.Diagnose) -> Sentence:
         """Judge, with what was seen of the hosts of lost nodes by now."""
         until = self._clock.monotonic() + LOOK_PATIENCE
-        lost = tuple(self._lost(node, until) for node in decision.lost)
-        sentence = self._judge(
+        return self._judge(
             FailedAttempt(
                 decision.evidence,
-                lost,
+                tuple(self._lost(node, until) for node in decision.lost),
                 tuple(self._joining.hosts[node] for node in decision.silent),
                 decision.misfit,
                 decision.because,
@@ -402,25 +388,16 @@ class LeadRunner:
                 self._held_address,
             )
         )
-        self._inbox.put(lead.Diagnosed(sentence.status, sentence.same, sentence.reports))
-        self._sentence = sentence
 
     def _lost(self, node: int, until: float) -> LostNode:
-        look = self._looks.get(node)
         assert self._lead is not None
+        loss, look = self._losses[node]
         left = max(0.0, until - self._clock.monotonic())
-        outcome = looked(look, left) if look is not None else ""
-        silent = self._gone.get(node, False)
-        return LostNode(
-            node,
-            self._joining.hosts[node],
-            tuple(self._joining.world.ranks(node)),
-            "lease over" if silent else "connection ended",
-            self._lost_at.get(node, self._clock.elapsed()),
-            self._settings.node_timeout if silent else 0.0,
-            outcome,
-            look.address[0] if look is not None else "",
-            self._lead.ranks.have_started(node),
+        return msgspec.structs.replace(
+            loss,
+            looked=looked(look, left) if look is not None else "",
+            address=loss.address if look is not None else "",
+            started=self._lead.ranks.have_started(node),
         )
 
     # --- sending
@@ -432,35 +409,23 @@ class LeadRunner:
             if but < 0 or nodes.get(id) != but:
                 Queue(self._store, messages.to_node(id)).put(data)
 
-    def _send_to(self, node: int, message: NodeMessage) -> None:
-        for id, number in self._joining.nodes.items():
-            if number == node:
-                self._send(id, message)
-
     def _send(self, id: str, message: NodeMessage) -> None:
         Queue(self._store, messages.to_node(id)).put(messages.encode(message))
 
 
-# Whatever answers at the old port, the host is up, and the launcher that was there is gone.
-_LOOKED: dict[str, Look] = {
-    "refused": "refused",
-    "answered": "refused",
-    "closed": "refused",
-    "silent": "silent",
-    "dropped": "dropped",
-    "unreachable": "unreachable",
-}
-
-
 def looked(look: Looking, timeout: float) -> Look:
-    """Return what a look at another node's host has shown within so many seconds: a host that
-    refuses is up.
+    """Return what a look at another node's host has shown within so many seconds: whatever answers
+    at the old port, the host is up, and the launcher that was there is gone.
     """
     seen = look.wait(timeout)
-    return _LOOKED.get(seen.outcome, "dropped") if seen is not None else "dropped"
-
-
-_PARTS = ("code", "headline", "why", "help", "status")
+    match seen.outcome if seen is not None else "":
+        case "refused" | "answered" | "closed":
+            return "refused"
+        case "silent":
+            return "silent"
+        case "unreachable":
+            return "unreachable"
+    return "dropped"
 
 
 def _own_address(listens_on: str) -> str:

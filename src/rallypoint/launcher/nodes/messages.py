@@ -255,7 +255,7 @@ class Seated(NodeMessage):
 
 
 class Judge(NodeMessage):
-    """Something has failed elsewhere, or (`signal`) the job is stopped from outside."""
+    """Failure elsewhere, or (`signal`) a stop from outside: told again, nobody waits for a grace."""
 
     because: str
     signal: str = ""

@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import dataclass_transform
-
-import msgspec
 
 from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes.messages import Applicant, Refused
 
-USAGE_STATUS = 2
 HOSTS_MOST = 8  # that one line names
 
 
-@dataclass_transform(frozen_default=True)
-class Decision(msgspec.Struct, frozen=True):
-    """Something that the lead's thread is to do."""
-
-
-class Refuse(Decision):
-    """An applicant has no place, for this reason, in the parts of an error."""
-
-    id: str
-    code: str
-    headline: str
-    why: tuple[str, ...] = ()
-    help: tuple[tuple[str, str], ...] = ()
-    status: int = USAGE_STATUS
-
-
-def unfit(applicant: Applicant, lead: Applicant) -> Refuse | None:
+def unfit(applicant: Applicant, lead: Applicant) -> Refused | None:
     """Return the refusal of an applicant that was started for another job than the lead, or for a
     place that the job does not have.
     """
@@ -70,18 +50,18 @@ def unfit(applicant: Applicant, lead: Applicant) -> Refuse | None:
         return None
     headline = f"{host} was started with --node-rank {rank}, and the job has {count} nodes"
     help = ((f"give a number from 0 to {count - 1}", ""),)
-    return Refuse(applicant.id, "usage", headline, ("nodes are numbered from 0",), help)
+    return Refused("usage", headline, ("nodes are numbered from 0",), help)
 
 
-def _skew(applicant: Applicant, what: str, why: str, help: str) -> Refuse:
-    return Refuse(applicant.id, "node-skew", f"{applicant.host} {what}", (why,), ((help, ""),))
+def _skew(applicant: Applicant, what: str, why: str, help: str) -> Refused:
+    return Refused("node-skew", f"{applicant.host} {what}", (why,), ((help, ""),))
 
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def duplicate(applicant: Applicant, older: str, rank: int) -> Refuse:
+def duplicate(applicant: Applicant, older: str, rank: int) -> Refused:
     """Return the refusal of the younger of two living applicants for one place. `older`: the host
     of the other one.
     """
@@ -90,7 +70,7 @@ def duplicate(applicant: Applicant, older: str, rank: int) -> Refuse:
         headline = f"two launchers on {older} were started as node {rank}"
     why = f"the place belongs to the one on {older}, which came first"
     help = "give each node a --node-rank of its own, or leave it out on all of them"
-    return Refuse(applicant.id, "node-duplicate", headline, (why,), ((help, ""),))
+    return Refused("node-duplicate", headline, (why,), ((help, ""),))
 
 
 def two_leads(here: str, there: str, address: str) -> Refused:
@@ -101,20 +81,20 @@ def two_leads(here: str, there: str, address: str) -> Refused:
     return Refused("node-duplicate", headline, (why,), ((help, ""),))
 
 
-def complete(applicant: Applicant, here: Iterable[Applicant], lead: Applicant) -> Refuse:
+def complete(applicant: Applicant, here: Iterable[Applicant], lead: Applicant) -> Refused:
     """Return the refusal of an applicant that comes when every place is taken by those `here`."""
     headline = f"{applicant.host} has no place in this job: all {lead.nnodes} nodes have come"
     nodes = f"they are {named(here, lead.id)}"
     help = "start as many nodes as --nnodes says, or raise it on all of them"
-    return Refuse(applicant.id, "job-complete", headline, (nodes,), ((help, ""),))
+    return Refused("job-complete", headline, (nodes,), ((help, ""),))
 
 
-def over(applicant: Applicant, lead: str) -> Refuse:
+def over(applicant: Applicant, lead: str) -> Refused:
     """Return the refusal of an applicant that comes while the job ends: the next one may be its own."""
     headline = f"{applicant.host} has no place in this job, which ends: a node has left it"
     why = f"node 0 ({lead}) is about to leave, too"
     help = "start it again, as exit status 75 asks for"
-    return Refuse(applicant.id, "job-complete", headline, (why,), ((help, ""),), TEMPORARY)
+    return Refused("job-complete", headline, (why,), ((help, ""),), TEMPORARY)
 
 
 def patches(applicants: Iterable[Applicant], lead: str) -> tuple[str, ...]:
@@ -128,29 +108,28 @@ def patches(applicants: Iterable[Applicant], lead: str) -> tuple[str, ...]:
     return (f"the nodes differ in torch's last number: {told}",)
 
 
-def timed_out(id: str, because: str, roll: Sequence[str]) -> Refuse:
-    """Return the refusal of an applicant that has waited in vain for the others."""
+def timed_out(because: str, roll: Sequence[str]) -> Refused:
+    """Return the refusal of applicants that have waited in vain for the others."""
     help = (
         ("start the same command on every node", ""),
         ("or give them more time", "--rdzv-conf join_timeout=1200"),
     )
-    return Refuse(id, "join-timeout", because, tuple(roll), help, TEMPORARY)
+    return Refused("join-timeout", because, tuple(roll), help, TEMPORARY)
 
 
 def no_common_address(
-    ids: Iterable[str], lead: Applicant, reached: Mapping[frozenset[str], Sequence[Applicant]]
-) -> tuple[Refuse, ...]:
-    """Return the refusals of all when no address of node 0 is `reached` by every node."""
+    lead: Applicant, reached: Mapping[frozenset[str], Sequence[Applicant]]
+) -> Refused:
+    """Return the refusal of all when no address of node 0 is `reached` by every node."""
     headline = f"no address of node 0 ({lead.host}) is reached by all nodes"
     why = [
         f"{named(applicants)}: {', '.join(sorted(addresses)) or 'none'}"
         for addresses, applicants in reached.items()
     ]
-    told = tuple(why[:HOSTS_MOST])
     help = (
         ("name an address that all nodes reach, on all of them", "--rdzv-endpoint ADDRESS:PORT"),
     )
-    return tuple(Refuse(id, "no-common-address", headline, told, help) for id in ids)
+    return Refused("no-common-address", headline, tuple(why[:HOSTS_MOST]), help)
 
 
 def unreachable(listens_on: str) -> str:
