@@ -48,7 +48,6 @@ NOT_YET_SHORT = {
     "diagnosis/root_cause.py",
     "errors.py",
     "host/probe.py",
-    "host/processes.py",
     "launcher/agent/agent.py",
     "launcher/agent/console.py",
     "launcher/agent/other_nodes.py",

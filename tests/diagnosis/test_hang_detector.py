@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.hang_detector import LOOK_EVERY, Stall, Watch
-from rallypoint.host.processes import Activity
+from rallypoint.host.process_status import Activity
 
 TICKS = 100
 HERE, THERE = (Frame("/train.py", 42, "step"),), (Frame("/train.py", 30, "load"),)

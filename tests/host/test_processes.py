@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rallypoint.host import processes
+from rallypoint.host import process_status, processes
 
 MARKER = f"RALLYPOINT_JOB=test-of-processes-{os.getpid()}"
 
@@ -44,7 +44,7 @@ def test_a_group_that_is_not_ours_is_refused() -> None:
 
 
 def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
-    found = processes.status(child.pid)
+    found = process_status.status(child.pid)
     assert found is not None
     assert (found.pid, found.parent, found.group, found.session) == (
         child.pid,
@@ -53,8 +53,8 @@ def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
         child.pid,
     )
     assert found.started > 0
-    assert "sleep(1000)" in processes.command_line(child.pid)
-    assert processes.resident(child.pid) > 1_000_000
+    assert "sleep(1000)" in process_status.command_line(child.pid)
+    assert process_status.resident(child.pid) > 1_000_000
 
 
 def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(
@@ -62,42 +62,44 @@ def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(
 ) -> None:
     """And one that ran does not: this process's own, which waited in between."""
     until = time.monotonic() + 30.0
-    before = processes.activity(child.pid)
+    before = process_status.activity(child.pid)
     while (
-        (after := processes.activity(child.pid)) != before or before is None or before.state != "S"
+        (after := process_status.activity(child.pid)) != before
+        or before is None
+        or before.state != "S"
     ):  # it may be on its way to sleep
         assert time.monotonic() < until
         before = after
-    own = processes.activity(os.getpid())
+    own = process_status.activity(os.getpid())
     select.select([], [], [], 0.01)
-    later = processes.activity(os.getpid())
+    later = process_status.activity(os.getpid())
     assert own is not None
     assert later is not None
     assert later.waits > own.waits
     assert later.switches - own.switches >= later.waits - own.waits
-    assert processes.cpu_seconds(os.getpid()) > 0
+    assert process_status.cpu_seconds(os.getpid()) > 0
 
 
 def test_a_stopped_process_keeps_a_signal_pending(child: subprocess.Popen[bytes]) -> None:
     os.kill(child.pid, signal.SIGSTOP)
     until = time.monotonic() + 30.0
-    while not processes.is_stopped(child.pid):
+    while not process_status.is_stopped(child.pid):
         assert time.monotonic() < until
-    found = processes.activity(child.pid)
+    found = process_status.activity(child.pid)
     assert found is not None
     assert found.state == "T"
-    assert not processes.is_pending(child.pid, signal.SIGTERM)
+    assert not process_status.is_pending(child.pid, signal.SIGTERM)
     os.kill(child.pid, signal.SIGTERM)
-    assert processes.is_pending(child.pid, signal.SIGTERM)
+    assert process_status.is_pending(child.pid, signal.SIGTERM)
 
 
 def test_status_of_none() -> None:
-    assert processes.activity(2**22 + 1) is None
-    assert processes.kernel_wait(2**22 + 1) == ""
-    assert processes.cpu_seconds(2**22 + 1) == 0.0
-    assert processes.status(2**22 + 1) is None
-    assert processes.resident(2**22 + 1) == 0
-    assert processes.command_line(2**22 + 1) == ""
+    assert process_status.activity(2**22 + 1) is None
+    assert process_status.kernel_wait(2**22 + 1) == ""
+    assert process_status.cpu_seconds(2**22 + 1) == 0.0
+    assert process_status.status(2**22 + 1) is None
+    assert process_status.resident(2**22 + 1) == 0
+    assert process_status.command_line(2**22 + 1) == ""
 
 
 def test_the_family_is_found_by_marker_and_by_session(child: subprocess.Popen[bytes]) -> None:
@@ -147,26 +149,26 @@ def test_a_wait_for_ends_has_an_end(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_whether_a_signal_is_handled(child: subprocess.Popen[bytes]) -> None:
-    assert processes.handles(child.pid, signal.SIGINT)  # Python's KeyboardInterrupt
-    assert not processes.handles(child.pid, signal.SIGURG)
-    assert not processes.is_handling(child.pid, signal.SIGINT)
+    assert process_status.handles(child.pid, signal.SIGINT)  # Python's KeyboardInterrupt
+    assert not process_status.handles(child.pid, signal.SIGURG)
+    assert not process_status.is_handling(child.pid, signal.SIGINT)
 
 
 def test_a_pending_signal_is_being_handled(child: subprocess.Popen[bytes]) -> None:
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     os.kill(child.pid, signal.SIGINT)
-    assert processes.is_handling(child.pid, signal.SIGINT)
+    assert process_status.is_handling(child.pid, signal.SIGINT)
 
 
 def test_where_a_main_thread_stands(child: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + 20
     while (
-        first := processes.main_thread_place(child.pid)
+        first := process_status.main_thread_place(child.pid)
     ) is None:  # it has said "up" and is on its way to sleep
         assert time.monotonic() < until
-    assert processes.main_thread_place(child.pid) == first
-    assert processes.main_thread_place(2**22 + 1) is None
+    assert process_status.main_thread_place(child.pid) == first
+    assert process_status.main_thread_place(2**22 + 1) is None
 
 
 def test_a_child_dies_with_its_parent() -> None:
@@ -186,32 +188,19 @@ def test_a_child_dies_with_its_parent() -> None:
         os.close(pidfd)
 
 
-def test_a_sealed_memory_file_is_read_and_never_written() -> None:
-    fd = processes.sealed_memory_file("test", b"0123456789")
-    try:
-        assert os.pread(fd, 100, 0) == os.pread(fd, 100, 0) == b"0123456789"
-        assert not os.get_inheritable(fd)
-        with pytest.raises(PermissionError):
-            os.pwrite(fd, b"x", 0)
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
-
-
 def test_the_sockets_of_a_process() -> None:
     with socket.socket() as one, socket.socket() as two:
         inodes = {os.fstat(sock.fileno()).st_ino for sock in (one, two)}
-        assert inodes <= processes.sockets(os.getpid())
-    assert not inodes & processes.sockets(os.getpid())
-    assert processes.sockets(2**22) == set()  # nobody: the largest pid there is lies below
+        assert inodes <= process_status.sockets(os.getpid())
+    assert not inodes & process_status.sockets(os.getpid())
+    assert process_status.sockets(2**22) == set()  # nobody: the largest pid there is lies below
 
 
 def test_a_signal_that_the_main_thread_holds_back() -> None:
-    assert not processes.blocks(os.getpid(), signal.SIGUSR2)
+    assert not process_status.blocks(os.getpid(), signal.SIGUSR2)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     try:
-        assert processes.blocks(os.getpid(), signal.SIGUSR2)
+        assert process_status.blocks(os.getpid(), signal.SIGUSR2)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -220,14 +209,14 @@ def test_what_is_left_of_a_call_is_the_same_call() -> None:
     restart = "219" if os.uname().machine == "x86_64" else "128"
     # arguments, stack, instruction
     rest = "0x7ffe4d3b00f8 0x1 0x1b7740 0x0 0x0 0x0 0x7ffe4d3b0090 0x7efd73f1a26f\n"
-    assert processes.is_same_call(f"7 {rest}", f"7 {rest}")
-    assert processes.is_same_call(f"7 {rest}", f"{restart} {rest}")
-    assert processes.is_same_call(f"{restart} {rest}", f"7 {rest}")
-    assert not processes.is_same_call(f"7 {rest}", f"202 {rest}")
-    assert not processes.is_same_call(
+    assert process_status.is_same_call(f"7 {rest}", f"7 {rest}")
+    assert process_status.is_same_call(f"7 {rest}", f"{restart} {rest}")
+    assert process_status.is_same_call(f"{restart} {rest}", f"7 {rest}")
+    assert not process_status.is_same_call(f"7 {rest}", f"202 {rest}")
+    assert not process_status.is_same_call(
         f"7 {rest}", f"{restart} {rest.replace('0x1b7740', '0x1b7741')}"
     )
-    assert not processes.is_same_call("do_poll", "futex_wait"), (
+    assert not process_status.is_same_call("do_poll", "futex_wait"), (
         "where only the name of the place is told"
     )
 
@@ -240,9 +229,9 @@ def test_threads_of_another_pid_namespace_are_nobodys(monkeypatch: pytest.Monkey
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        assert processes.other_threads(os.getpid())
-        monkeypatch.setattr(processes, "_PROC", "/proc/of-another-namespace")
-        assert processes.other_threads(os.getpid()) == {}
+        assert process_status.other_threads(os.getpid())
+        monkeypatch.setattr(process_status, "_PROC", "/proc/of-another-namespace")
+        assert process_status.other_threads(os.getpid()) == {}
     finally:
         done.set()
         thread.join()

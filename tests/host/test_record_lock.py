@@ -23,7 +23,7 @@ from types import FrameType
 import pytest
 
 from rallypoint.errors import UsageError, WouldDeadlock
-from rallypoint.host import processes, record_lock
+from rallypoint.host import process_status, processes, record_lock
 from rallypoint.host.record_lock import RecordLock
 
 DEADLINE = 30.0  # seconds: for what takes milliseconds on a quiet machine
@@ -355,10 +355,10 @@ def test_who_has_given_up_is_not_in_the_way(lock: RecordLock) -> None:
 def test_waiting_starts_no_thread(lock: RecordLock) -> None:
     with child(holding(lock)) as holder:
         holder.hear()
-        threads = processes.threads()
+        threads = process_status.threads()
         for _ in range(20):
             assert not lock.acquire(0.001)
-        assert processes.threads() <= threads
+        assert process_status.threads() <= threads
 
 
 def test_a_stopped_one_in_the_queue_is_not_in_the_way(lock: RecordLock) -> None:
@@ -672,12 +672,12 @@ def test_one_that_is_forgotten_while_it_is_held_does_no_harm() -> None:
 
 def test_descriptors_and_threads_do_not_grow(lock: RecordLock) -> None:
     gc.collect()
-    before, threads = descriptors(), processes.threads()
+    before, threads = descriptors(), process_status.threads()
     for turn in range(1000):
         assert lock.acquire((0.0, 1.0, math.inf)[turn % 3])
         lock.release()
     assert descriptors() == before
-    assert processes.threads() <= threads  # one of an earlier test may have been about to end
+    assert process_status.threads() <= threads  # one of an earlier test may have been about to end
     locks = [RecordLock.create() for _ in range(50)]
     assert descriptors() == before + 50
     del locks

@@ -16,7 +16,7 @@ import pytest
 
 from rallypoint.diagnosis.evidence import Ended, Meeting
 from rallypoint.diagnosis.rank_snapshot import RankStanding, Standing
-from rallypoint.host.processes import Activity
+from rallypoint.host.process_status import Activity
 from rallypoint.launcher.agent import hang_monitor as inquiry_module
 from rallypoint.launcher.agent import query_socket
 from rallypoint.launcher.agent.guard import Guard

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.host import processes
+from rallypoint.host import process_status
 from rallypoint.launcher import protocol
 from rallypoint.launcher.protocol import StartWorker
 from rallypoint.launcher.template import template
@@ -24,9 +24,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of the test run itself (a timer of pytest-timeout's) do not count; nor does a
     torch that another test imported.
     """
-    running = processes.threads()
+    running = process_status.threads()
     monkeypatch.setattr(
-        processes, "threads", lambda: len(os.listdir("/proc/self/task")) - running + 1
+        process_status, "threads", lambda: len(os.listdir("/proc/self/task")) - running + 1
     )
     monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace(is_initialized=lambda: False))
 

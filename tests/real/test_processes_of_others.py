@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.host.processes import is_stopped
+from rallypoint.host.process_status import is_stopped
 
 from .job import DEADLINE, RALLYPOINT, Result, environment, left_behind, run_job
 from .test_supervision import events, helper, said, wait_for

@@ -21,7 +21,7 @@ import pytest
 
 from rallypoint.diagnosis import rank_snapshot
 from rallypoint.diagnosis.rank_snapshot import Standing
-from rallypoint.host import processes
+from rallypoint.host import process_status
 from rallypoint.launcher.agent import query_socket
 from rallypoint.launcher.agent.process_handles import EVIDENCE_KEPT, RankHandle
 from rallypoint.record import run_folder
@@ -144,13 +144,13 @@ def test_five_ranks_that_wait_in_their_ways(tmp_path: Path, write: Write) -> Non
         assert f"    kill -CONT {pids[0]}" in rank_snapshot.text(stopped).splitlines()
         os.kill(pids[0], signal.SIGCONT)
         wait_for_sentence(tmp_path, "ranks 0-1 wait in all_reduce")
-        assert all(processes.status(pid) for pid in pids)  # the one without our handler, too
+        assert all(process_status.status(pid) for pid in pids)  # the one without our handler, too
 
         data = json.loads(stacks(tmp_path, found.job[-4:], "--error-format", "json").stdout)
         assert (data["job"], [one["pid"] for one in data["ranks"]]) == (found.job, pids)
 
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: processes.is_stopped(process.pid), lambda: "the launcher is stopped")
+        wait_for(lambda: process_status.is_stopped(process.pid), lambda: "the launcher is stopped")
         silent = stacks(tmp_path)
         assert silent.returncode == 1
         assert silent.stderr.startswith("error[launcher-silent]: the launcher of job ")
@@ -473,7 +473,7 @@ def test_a_rank_that_executes_another_program_meanwhile_lives_on(
     ended a healthy process.
     """
     handle = RankHandle(0, 0)
-    monkeypatch.setattr(processes, "handles", lambda pid, number: True)
+    monkeypatch.setattr(process_status, "handles", lambda pid, number: True)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -489,7 +489,7 @@ def test_a_rank_that_executes_another_program_meanwhile_lives_on(
 @pytest.mark.usefixtures("without_torch")
 def test_a_rank_that_is_stopped_is_asked_once_and_answers_when_it_goes_on(rank: RankHandle) -> None:
     os.kill(rank.pid, signal.SIGSTOP)
-    wait_for(lambda: processes.is_stopped(rank.pid), lambda: "it is stopped")
+    wait_for(lambda: process_status.is_stopped(rank.pid), lambda: "it is stopped")
     assert rank.ask()
     assert rank.ask()
     assert rank.answer() == ""

@@ -12,7 +12,7 @@ import pytest
 import rallypoint
 from rallypoint.diagnosis.catalogue import page
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.host import processes
+from rallypoint.host import memory_files
 from rallypoint.store import discovery
 
 SECRET = b"0123456789abcdef"
@@ -30,7 +30,7 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def secret_fd() -> Iterator[int]:
-    fd = processes.sealed_memory_file("test", SECRET)
+    fd = memory_files.create_sealed("test", SECRET)
     yield fd
     try:
         os.close(fd)
@@ -115,7 +115,7 @@ def test_a_program_that_closed_the_descriptor(secret_fd: int, reused: bool) -> N
     assert found is not None
     os.close(secret_fd)
     if reused:
-        other = processes.memory_file("another")
+        other = memory_files.create("another")
         os.write(other, b"what a program keeps to itself")
         os.dup2(other, secret_fd)
         if other != secret_fd:

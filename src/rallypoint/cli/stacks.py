@@ -215,10 +215,10 @@ def ends(path: str, launcher: int) -> bool:
 
 def _silent(name: str, pid: int, again: str) -> EnvironmentProblem:
     """Return what /proc says of a launcher that did not answer."""
-    from rallypoint.host import processes
+    from rallypoint.host import process_status
     from rallypoint.launcher.agent.query_socket import VISIT_DEADLINE
 
-    found = processes.activity(pid)
+    found = process_status.activity(pid)
     state = found.state if found is not None else ""
     if state == "T":
         return _unanswered(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rallypoint.clock import Clock
 from rallypoint.clusters.cluster import Cluster, Files
 from rallypoint.errors import EnvironmentProblem
-from rallypoint.host import processes
+from rallypoint.host import memory_files, processes
 
 MARK = "RALLYPOINT_RAY"
 """Variable of a launcher in an actor: the actor's pid, its node, their number, three descriptors."""
@@ -95,8 +95,7 @@ class LauncherActor:
         self._words = words
         self._folder = folder if os.path.isdir(folder) else None
         self._environ = {**os.environ, "OMP_NUM_THREADS": threads}
-        self._box = processes.memory_file("rallypoint-box")
-        os.write(self._box, box)
+        self._box = memory_files.create("rallypoint-box", box)
 
     def start(self, node: int, nodes: int) -> None:
         """Start the launcher."""
@@ -151,8 +150,7 @@ class LauncherActor:
         status = self._launcher.poll()
         if output or offer or status is None:
             return LauncherOutput(output, offer)
-        size = os.fstat(self._box).st_size
-        return LauncherOutput([], "", status, os.pread(self._box, size, 0))
+        return LauncherOutput([], "", status, memory_files.content(self._box))
 
 
 # --- in the driver

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from rallypoint.diagnosis.evidence import Frame
-from rallypoint.host.processes import Activity
+from rallypoint.host.process_status import Activity
 
 # Seconds between looks at most. Where nobody has asked for `--stall` they only tell `rallypoint
 # stacks` since when a rank stands where it does, to within as much. 64 ranks cost a millisecond

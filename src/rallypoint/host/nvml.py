@@ -69,7 +69,7 @@ def _parts(nvml: Any, handle: Any) -> Iterable[str]:
 
 
 def _process(told: Any) -> Process:
-    from rallypoint.host.processes import command_line
+    from rallypoint.host.process_status import command_line
 
     try:
         session = os.getsid(told.pid)

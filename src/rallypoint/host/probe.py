@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rallypoint.clock import Clock
+from rallypoint.host import process_status
 
 if TYPE_CHECKING:
     from rallypoint.host.firewall import Firewall
@@ -417,7 +418,5 @@ def _listeners(port: int) -> tuple[PortHolder, ...]:
 
 
 def _stopped(listening: tuple[PortHolder, ...]) -> int:
-    from rallypoint.host import processes  # here: it loads ctypes, and servers rarely stand still
-
     pids = (holder.pid for holder in listening if holder.pid)
-    return next(filter(processes.is_stopped, pids), 0)
+    return next(filter(process_status.is_stopped, pids), 0)

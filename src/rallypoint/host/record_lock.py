@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError, WouldDeadlock
-from rallypoint.host import fd_passing, processes, system_calls
+from rallypoint.host import fd_passing, memory_files, process_status, system_calls
 
 # The file begins with a pthread_mutex_t: 40 bytes on x86-64, 48 on AArch64. Its first word is the
 # futex, with the number of the holder's thread in these bits.
@@ -86,7 +86,7 @@ class LockHolder(NamedTuple):
     def runs(self) -> bool:
         """Tell whether the process lives on. A pid that was given to another process since does not
         count, nor does one that is on its way out: its locks go a moment before it does."""
-        found = processes.status(self.pid)
+        found = process_status.status(self.pid)
         return (
             found is not None
             and found.state not in "ZX"
@@ -135,7 +135,7 @@ class RecordLock:
     @classmethod
     def create(cls) -> RecordLock:
         """Make a new lock, free. Raises OSError when there is no descriptor left."""
-        fd = processes.memory_file("rallypoint-lock")
+        fd = memory_files.create("rallypoint-lock")
         os.ftruncate(fd, mmap.PAGESIZE)
         token = os.urandom(_TOKEN_BYTES)
         lock = cls(fd, token)
@@ -362,7 +362,7 @@ _clock = Clock()
 @functools.cache
 def _started() -> int:
     """Return when this process started, in clock ticks after boot."""
-    found = processes.status("self")
+    found = process_status.status("self")
     return 0 if found is None else found.started
 
 

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rallypoint.host import process_status
 from rallypoint.host.probe import address_of
 
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
@@ -46,11 +47,9 @@ def owners_of(inodes: set[int]) -> dict[int, list[int]]:
     """Return the processes that have these sockets open. The first of each family that shares one
     is enough for every inode, but a forked worker and its parent are both told, if they are met
     before all inodes are found."""
-    from rallypoint.host import processes  # here: it loads ctypes, and servers listen without
-
     owners: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc") if inodes else ()):
-        for inode in inodes & processes.sockets(int(name)):
+        for inode in inodes & process_status.sockets(int(name)):
             owners.setdefault(inode, []).append(int(name))
         if len(owners) == len(inodes):
             break

@@ -22,7 +22,7 @@ import msgspec
 
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
-from rallypoint.host import processes
+from rallypoint.host import memory_files
 from rallypoint.launcher.program import Program, Task
 
 # A packet must fit the socket's send buffer (212,992 bytes by default on Linux). The largest is a
@@ -483,8 +483,7 @@ def send(
     aside = -1
     try:
         if not packet or len(packet) > PACKET_BYTES:
-            aside = processes.memory_file("rallypoint-message")
-            os.write(aside, exact(message))
+            aside = memory_files.create("rallypoint-message", exact(message))
             packet, fds = _encoder.encode(Aside()), (aside, *fds)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
         # In one step of the interpreter, between sending and remembering which no handler can run.

@@ -29,7 +29,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem
-from rallypoint.host import processes, system_calls
+from rallypoint.host import process_status, processes, system_calls
 from rallypoint.record.disk_writer import DiskWriter
 
 TRIES = 16
@@ -273,7 +273,7 @@ def _try(folder: str, record: Record) -> RendezvousFile | None:
 
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
-    found = processes.status("self")
+    found = process_status.status("self")
     return ProcessIdentity(
         host=socket.gethostname(),
         machine=_text("/etc/machine-id"),
@@ -286,7 +286,7 @@ def own_identity() -> ProcessIdentity:
 
 def _started(pid: int) -> int | None:
     try:
-        found = processes.status(pid)
+        found = process_status.status(pid)
         if found is None:
             os.kill(pid, 0)
     except PermissionError:  # another user's, which /proc hides

@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from rallypoint.errors import UsageError, WouldDeadlock
-from rallypoint.host import fd_passing, memory, processes
+from rallypoint.host import fd_passing, memory, process_status
 from rallypoint.host.record_lock import RecordLock
 from rallypoint.primitives.shared_tensor_lock import (
     Locked,
@@ -329,7 +329,7 @@ _bereft = False
 
 def _forking() -> None:
     global _threads_at_fork
-    _threads_at_fork = processes.threads()
+    _threads_at_fork = process_status.threads()
 
 
 def _forked() -> None:

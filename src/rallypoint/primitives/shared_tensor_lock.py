@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rallypoint.clock import Clock
 from rallypoint.errors import LockAbandoned, LockTimeout
-from rallypoint.host import processes
+from rallypoint.host import process_status
 from rallypoint.host.record_lock import LockHolder, RecordLock
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def timed_out(lock: RecordLock, what: str, timeout: float) -> LockTimeout:
         f"{headline}{name} holds it{_since(holder)}",
         holder=name,
         held_for=0.0 if math.isnan(holder.since) else _seconds(holder),
-        why=(stopped,) if processes.is_stopped(holder.pid) else (),
+        why=(stopped,) if process_status.is_stopped(holder.pid) else (),
     )
 
 

@@ -7,6 +7,8 @@ import os
 import ssl
 from typing import NamedTuple
 
+from rallypoint.host import memory_files
+
 
 class TlsIdentity(NamedTuple):
     """Certificate of a server, with the key that belongs to it inside the context."""
@@ -48,9 +50,8 @@ def new_identity() -> TlsIdentity:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # a session is resumed by rallypoint's own handshake
-    file = os.memfd_create("rallypoint-tls", os.MFD_CLOEXEC)
+    file = memory_files.create("rallypoint-tls", pem)
     try:
-        os.write(file, pem)
         context.load_cert_chain(f"/proc/self/fd/{file}")
     finally:
         os.close(file)

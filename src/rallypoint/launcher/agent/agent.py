@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.host import processes, signals
+from rallypoint.host import process_status, processes, signals
 from rallypoint.launcher import protocol
 from rallypoint.launcher.agent import helper_processes, supervisor
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
@@ -166,7 +166,7 @@ class Agent:
         # Children of this process from before it became the launcher (a shell's `monitor & exec
         # rallypoint run`) are not the job's, nor is what they leave behind; nor are orphans that
         # the first process of a container gets.
-        adopts_strangers = request is None and (os.getpid() == 1 or bool(processes.children()))
+        adopts_strangers = request is None and (os.getpid() == 1 or bool(process_status.children()))
         names = [*plan.signals, *plan.notices, "SIGINT", "SIGCHLD"]
         if request is None:
             self._files_limit = processes.prepare_to_supervise()
@@ -321,7 +321,7 @@ class Agent:
         if self.plan.start != "template":
             self._console.live(None)
         self._look_for_stopped()  # perhaps since the last call
-        if not processes.sees_processes():
+        if not process_status.sees_processes():
             self._console.say(
                 "rallypoint: /proc shows another pid namespace: what ranks leave running is found in their own groups alone"
             )
@@ -614,7 +614,7 @@ class Agent:
                     )
 
     def _go_on(self, name: str, pid: int, now: float) -> None:
-        if processes.is_stopped(pid):
+        if process_status.is_stopped(pid):
             self._console.say(
                 f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued"
             )

@@ -13,7 +13,7 @@ from rallypoint.diagnosis import catalogue, classify, render, rendezvous_mismatc
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host import signals, terminal
-from rallypoint.host.processes import ProcessStatus, command_line
+from rallypoint.host.process_status import ProcessStatus, command_line
 from rallypoint.launcher import exception_capture, exits, late_variables
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import State

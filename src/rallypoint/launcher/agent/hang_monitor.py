@@ -15,8 +15,8 @@ from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.hang_detector import Watch
 from rallypoint.diagnosis.rank_snapshot import Missing, RankStanding, Standing, stalled
 from rallypoint.errors import EnvironmentProblem
-from rallypoint.host import processes
-from rallypoint.host.processes import Activity
+from rallypoint.host import process_status
+from rallypoint.host.process_status import Activity
 from rallypoint.host.signals import EVIDENCE_SIGNAL
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.evidence_collection import StackQuestion
@@ -60,7 +60,9 @@ class StackSampler:
         before = activities(self._ranks)
         watch.look(before, self._asked_at)
         self._cpu = {
-            handle.rank: processes.cpu_seconds(handle.pid) for handle in self._ranks if handle.alive
+            handle.rank: process_status.cpu_seconds(handle.pid)
+            for handle in self._ranks
+            if handle.alive
         }
         self._question = StackQuestion(
             job, [one for one in self._ranks if job.plan.hooks and _can_answer(one, before)]
@@ -90,14 +92,14 @@ class StackSampler:
         state = activity.state if activity is not None else ""
         used = 0.0
         if handle.alive and handle.rank in self._cpu:
-            used = processes.cpu_seconds(handle.pid) - self._cpu[handle.rank]
+            used = process_status.cpu_seconds(handle.pid) - self._cpu[handle.rank]
         return RankStanding(
             rank=handle.rank,
             pid=handle.pid,
             phase=handle.phase,
             phase_for=max(0.0, now - handle.phase_at),
             state=state,
-            kernel=processes.kernel_wait(handle.pid) if state in ("S", "D") else "",
+            kernel=process_status.kernel_wait(handle.pid) if state in ("S", "D") else "",
             cpu=max(0.0, used / max(now - self._asked_at, MEASURED)),
             frames=frames,
             stands_for=stands_for,
@@ -124,14 +126,14 @@ class StackSampler:
             return "not looked into", ""
         if self._plan.hooks:
             # by now it has a handler
-            if handle.phase == "preparing" or processes.handles(handle.pid, EVIDENCE_SIGNAL):
+            if handle.phase == "preparing" or process_status.handles(handle.pid, EVIDENCE_SIGNAL):
                 return "starting", ""
             # The interpreter takes the handler down; what C++ libraries do after that may take
             # long.
             if handle.phase in ("finishing", "done"):
                 return "closing", ""
         # or an exec has replaced ours, and its handler with it
-        return "other program", processes.command_line(handle.pid)
+        return "other program", process_status.command_line(handle.pid)
 
 
 def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
@@ -144,7 +146,7 @@ def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
 
 def activities(ranks: Sequence[RankHandle]) -> dict[int, Activity]:
     """Return what /proc shows of the living ranks' main threads."""
-    found = {one.rank: processes.activity(one.pid) for one in ranks if one.alive}
+    found = {one.rank: process_status.activity(one.pid) for one in ranks if one.alive}
     return {rank: activity for rank, activity in found.items() if activity is not None}
 
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.host import processes, unix_sockets
+from rallypoint.host import memory_files, process_status, unix_sockets
 from rallypoint.launcher.exits import describe
 from rallypoint.store.discovery import SECRET_FILE_BYTES, new_secret
 
@@ -46,7 +46,7 @@ class JobStore:
         unix, self.path = unix_sockets.private_socket("store.sock")
         self._listeners = [unix] if listener is None else [unix, listener]
         try:
-            self.secret = processes.sealed_memory_file("rallypoint-secret", secret or new_secret())
+            self.secret = memory_files.create_sealed("rallypoint-secret", secret or new_secret())
         except BaseException:
             self._close()
             raise
@@ -115,7 +115,7 @@ class StoreElsewhere:
     def __init__(self, address: str, secret: bytes) -> None:
         """`address`: tcp://host:port, or tls://, by which this node reaches it."""
         self.address = address
-        self.secret = processes.sealed_memory_file("rallypoint-secret", secret)
+        self.secret = memory_files.create_sealed("rallypoint-secret", secret)
 
     def __repr__(self) -> str:
         return f"<StoreElsewhere {self.address}>"
@@ -161,7 +161,7 @@ def _seen(handle: RankHandle, now: float) -> str:
             f"ended {max(0.0, now - ended.at):.1f} s ago with {describe(ended.code, ended.signal)}"
         )
     try:
-        status = processes.status(handle.pid)
+        status = process_status.status(handle.pid)
     except OSError:  # no descriptor left, or /proc hides it: the rest is known all the same
         return "alive"
     if status is None or status.state in "ZX":

@@ -12,8 +12,8 @@ import msgspec
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Ended, Frame, Meeting, Raised
-from rallypoint.host import processes, system_calls
-from rallypoint.host.processes import ThreadActivity
+from rallypoint.host import memory_files, process_status, processes, system_calls
+from rallypoint.host.process_status import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import protocol
 from rallypoint.launcher.protocol import ChildrenFailed, Go, Noticed, Packet, Released, Setup
@@ -131,8 +131,8 @@ class ActivitySample(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, pid: int, now: float) -> ActivitySample:
         """Take the sample of a process at this moment."""
-        found = processes.status(pid)
-        return cls(now, found.cpu if found is not None else 0, processes.other_threads(pid))
+        found = process_status.status(pid)
+        return cls(now, found.cpu if found is not None else 0, process_status.other_threads(pid))
 
     def idle_since(self, before: ActivitySample) -> bool:
         """Return whether it has used no processor time to speak of."""
@@ -164,7 +164,7 @@ class RankHandle:
         self.rank = rank
         self.local_rank = local_rank
         self.control, self.their_control = protocol.pair()
-        self.evidence = processes.memory_file(f"rallypoint-rank{rank}")
+        self.evidence = memory_files.create(f"rallypoint-rank{rank}")
         self.pid = 0
         self.pidfd = -1
         self.ordered = False  # the template has been told to fork it
@@ -259,7 +259,7 @@ class RankHandle:
         would end the process. Returns whether there is."""
         self._tell(Noticed())
         number = signal.Signals[name]
-        return processes.handles(self.pid, number) and processes.send(self.pidfd, number)
+        return process_status.handles(self.pid, number) and processes.send(self.pidfd, number)
 
     def released(self) -> None:
         """Tell the worker that the held port is free."""
@@ -275,9 +275,9 @@ class RankHandle:
         """Ask for its stacks; False when it cannot answer (no handler: another program, or not that
         far yet).
         """
-        self.resident = processes.resident(self.pid)
-        self._stood = processes.main_thread_place(self.pid)
-        if self._asked and processes.is_pending(
+        self.resident = process_status.resident(self.pid)
+        self._stood = process_status.main_thread_place(self.pid)
+        if self._asked and process_status.is_pending(
             self.pid, EVIDENCE_SIGNAL
         ):  # it is stopped, or in the kernel: one question is enough
             return True
@@ -288,7 +288,7 @@ class RankHandle:
             os.ftruncate(self.evidence, 0)
             os.lseek(self.evidence, 0, os.SEEK_SET)
             self._asked_from = 0
-        self._asked = processes.handles(self.pid, EVIDENCE_SIGNAL) and processes.send(
+        self._asked = process_status.handles(self.pid, EVIDENCE_SIGNAL) and processes.send(
             self.pidfd, EVIDENCE_SIGNAL
         )
         return self._asked
@@ -302,20 +302,20 @@ class RankHandle:
         """Return whether it is sure not to answer for now: it was stopped, or waits for a person at
         its debugger.
         """
-        return self.debugging or processes.is_stopped(self.pid)
+        return self.debugging or process_status.is_stopped(self.pid)
 
     def silence(self) -> str:
         """Say why it does not answer, as far as that is seen from outside."""
         if self.debugging:
             return f"its debugger waits for a line, pid {self.pid}"
-        status = processes.status(self.pid)
+        status = process_status.status(self.pid)
         return _SILENCE.get(
             status.state if status is not None else "", "does not answer, pid {0}"
         ).format(self.pid)
 
     def answered(self) -> bool:
         """Return whether the dump that `ask` asked for is whole."""
-        return not self._asked or not processes.is_handling(self.pid, EVIDENCE_SIGNAL)
+        return not self._asked or not process_status.is_handling(self.pid, EVIDENCE_SIGNAL)
 
     def dump(self) -> str:
         """Return all that faulthandler has written: answers, and what it wrote at a crash."""
@@ -352,12 +352,12 @@ class RankHandle:
         """Signal its whole group, and remember where its main thread stood."""
         # On a busy machine it may still be on its way back from answering where it is: then it
         # counts where it stood before.
-        self._place = processes.main_thread_place(self.pid) or self._stood
+        self._place = process_status.main_thread_place(self.pid) or self._stood
         self._frames = stacks.main_frames(self.answer())
         self._looks, self._before = 0, ActivitySample.of(self.pid, now)
         self.sent.append(name)
         processes.send_group(self.pid, signal.Signals[name])
-        if processes.handles(self.pid, ATTENTION_SIGNAL):
+        if process_status.handles(self.pid, ATTENTION_SIGNAL):
             self._called = processes.send(self.pidfd, ATTENTION_SIGNAL)
         processes.send_group(self.pid, signal.SIGCONT)  # one that was stopped could not act on it
 
@@ -365,7 +365,7 @@ class RankHandle:
         """Return whether its main thread sleeps though the last signal has reached it."""
         reached = (signal.Signals[self.sent[-1]], ATTENTION_SIGNAL)
         return self._sleeps() and not any(
-            processes.is_pending(self.pid, number) for number in reached
+            process_status.is_pending(self.pid, number) for number in reached
         )
 
     def may_be_deaf(self) -> bool:
@@ -376,7 +376,7 @@ class RankHandle:
 
     def _heeded(self) -> bool:
         """Return whether Python handlers have run since the last signal."""
-        return self._called and processes.blocks(self.pid, ATTENTION_SIGNAL)
+        return self._called and process_status.blocks(self.pid, ATTENTION_SIGNAL)
 
     def waits(self, now: float, *, together: bool) -> Literal["", "deaf", "waiting"]:
         """Judge whether its main thread waits in C code, by the stack that it told after `may_wait`:
@@ -389,7 +389,10 @@ class RankHandle:
         then the handler is on the stack. `together`: whether the process must rest with all its
         threads, so that nothing is on its way that could end the wait.
         """
-        place, frames = processes.main_thread_place(self.pid), stacks.main_frames(self.answer())
+        place, frames = (
+            process_status.main_thread_place(self.pid),
+            stacks.main_frames(self.answer()),
+        )
         place_before, rests = self._place, True
         if together:
             before, self._before, self._place = (
@@ -404,7 +407,7 @@ class RankHandle:
         if not self._sleeps() or place is None or place_before is None or not frames:
             return ""
         same_call = (
-            processes.is_same_call(place_before[0], place[0])
+            process_status.is_same_call(place_before[0], place[0])
             and place[1] <= place_before[1] + WOKEN_TICKS
         )
         in_torch = f"{os.sep}torch{os.sep}" in frames[-1].file
@@ -422,7 +425,7 @@ class RankHandle:
         """Return whether its main thread waits for something, and not for a disk, which the kernel
         does not interrupt.
         """
-        status = processes.status(f"{self.pid}/task/{self.pid}")
+        status = process_status.status(f"{self.pid}/task/{self.pid}")
         return status is not None and status.state == "S"
 
     def close(self) -> None:

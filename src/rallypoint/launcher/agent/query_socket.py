@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rallypoint.diagnosis.rank_snapshot import Standing
-from rallypoint.host import processes, unix_sockets
+from rallypoint.host import memory_files, process_status, unix_sockets
 
 # Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again
 # twice for a busy machine.
@@ -107,7 +107,7 @@ def _asked(
         connected = True
         if os.geteuid() != 0 and not unix_sockets.is_same_user(sock):
             raise DoorClosed
-        if processes.is_stopped(
+        if process_status.is_stopped(
             listener := unix_sockets.listener_of(sock)
         ):  # the kernel took the connection for it
             raise LauncherSilent(listener)
@@ -188,9 +188,8 @@ class QuerySocket:
                 # it did not wait, or was sent away; or nothing can be opened: it reads that nobody
                 # answers
             ):
-                fd = processes.memory_file("rallypoint-standing")
+                fd = memory_files.create("rallypoint-standing", content)
                 try:
-                    os.write(fd, content)
                     socket.send_fds(visitor, [b"."], [fd])
                 finally:
                     os.close(fd)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.evidence import Ended
-from rallypoint.host import processes, signals
+from rallypoint.host import process_status, processes, signals
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.leftovers import Leftovers
@@ -90,8 +90,8 @@ class RankEndings:
         loop.at(name, until, lambda now: self._take_end(handle))
 
     def _take_end(self, handle: RankHandle) -> None:
-        template = processes.status(self._job.template.pid)
-        if handle.ended is None and (end := processes.end_of_unreaped(handle.pid)) is not None:
+        template = process_status.status(self._job.template.pid)
+        if handle.ended is None and (end := process_status.end_of_unreaped(handle.pid)) is not None:
             if not self._template_is_silent and template is not None:
                 self._job.console.say(
                     f"rallypoint: the template (pid {template.pid}) does not tell that ranks have ended: state {template.state}"
@@ -148,7 +148,7 @@ class RankEndings:
     def _unreaped(self) -> list[RankHandle]:
         return [handle for handle in self._job.ranks if handle.pid and not handle.reaped]
 
-    def kill_family(self, *, also_helpers: bool = False) -> list[processes.ProcessStatus]:
+    def kill_family(self, *, also_helpers: bool = False) -> list[process_status.ProcessStatus]:
         """SIGKILL all that the unreaped ranks started, and whatever else of the job descends from
         this process.
 

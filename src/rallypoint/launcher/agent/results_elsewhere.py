@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from rallypoint.host import processes
+from rallypoint.host import memory_files
 from rallypoint.launcher.agent.launch_request import LaunchRequest
 from rallypoint.launcher.nodes.messages import ResultOf
 from rallypoint.launcher.protocol import Outcome
@@ -48,7 +48,7 @@ class ResultsElsewhere:
             return
         fd = self._begun.get(piece.rank, -1)
         if fd < 0:
-            fd = self._begun[piece.rank] = processes.memory_file("rallypoint-payload")
+            fd = self._begun[piece.rank] = memory_files.create("rallypoint-payload")
         os.write(fd, piece.data)
         if piece.is_last:
             del self._begun[piece.rank]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rallypoint.diagnosis import reachability
-from rallypoint.host import processes, socket_diag
+from rallypoint.host import process_status, socket_diag
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.world import ranks_phrase
@@ -102,7 +102,7 @@ class TcpStoreMonitor:
         soonest = LOOK_EVERY
         for place, patience in self._places.items() if job.is_running else ():
             server = self._server(place)
-            if server and not processes.is_stopped(server):  # it answers in a millisecond
+            if server and not process_status.is_stopped(server):  # it answers in a millisecond
                 self._lying.pop(place, None)
                 self._kept.pop(place, None)
                 continue
@@ -111,7 +111,7 @@ class TcpStoreMonitor:
             ranks = {
                 inode: handle
                 for handle in asking
-                for inode in processes.sockets(handle.pid) & lying.keys()
+                for inode in process_status.sockets(handle.pid) & lying.keys()
             }
             since = self._lying.setdefault(place, UnreadBytes()).see(
                 now, {inode: lying[inode] for inode in ranks}

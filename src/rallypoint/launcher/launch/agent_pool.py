@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rallypoint.host import processes, system_calls
+from rallypoint.host import process_status, processes, system_calls
 from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.launcher import late_variables, spawn
 
@@ -119,7 +119,7 @@ class PooledAgent:
         A call without a timeout would not end otherwise. When the whole program is suspended, the
         caller is stopped, too, and does not come here.
         """
-        if processes.is_stopped(self.pid):
+        if process_status.is_stopped(self.pid):
             sys.stderr.write(
                 f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n"
             )

@@ -10,7 +10,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.clusters import ray
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.host import processes
+from rallypoint.host import memory_files
 from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.launcher import protocol
 from rallypoint.launcher.launch import agent_pool, launch, several_nodes
@@ -48,7 +48,7 @@ def carry_out(request: Call, packed: Packed, nodes: int, env: dict[str, str | No
             "the arguments have shared memory or descriptors, which do not leave this machine",
             help=(("give a copy", "tensor.clone()"),),
         )
-    data = os.pread(packed.fds[0], packed.size, 0)
+    data = memory_files.content(packed.fds[0])
     box = msgspec.msgpack.encode(CallOnRay(protocol.exact(request), data, nodes, env))
     ends = ray.launch_on_nodes(
         lambda ranks: ["-c", CHILD], nnodes=nodes, nproc=request.nproc, box=box, show=_show
@@ -56,7 +56,7 @@ def carry_out(request: Call, packed: Packed, nodes: int, env: dict[str, str | No
     for end in ends:
         if end is not None and end[0] == 0:
             found = msgspec.msgpack.decode(end[1], type=EndOnRay)
-            outcomes = {one.rank: (one, _memory(data)) for one, data in found.outcomes}
+            outcomes = {one.rank: (one, _payload(data)) for one, data in found.outcomes}
             return CallEnd(protocol.from_exact(found.verdict, Verdict), outcomes, found.interrupted)
     raise EnvironmentProblem(
         "ray-unavailable",
@@ -71,15 +71,14 @@ def carry_out(request: Call, packed: Packed, nodes: int, env: dict[str, str | No
 def main() -> None:
     """Carry the call out on this node, and leave its end for the driver."""
     box = ray.begin()
-    size = os.fstat(box).st_size
-    found = msgspec.msgpack.decode(os.pread(box, size, 0), type=CallOnRay)
+    found = msgspec.msgpack.decode(memory_files.content(box), type=CallOnRay)
     call = protocol.from_exact(found.call, Call)
     folder = call.task.folder if os.path.isdir(call.task.folder) else os.getcwd()
     nodes, listener = several_nodes.settle(found.nodes, None, "", "", call.timeout, call.port_range)
     environment = launch.environment_of_ranks(found.env, call.nproc)
     del environment[ray.MARK]
     sys.path[:] = call.task.paths
-    with _memory(found.payload) as payload, listener:
+    with _payload(found.payload) as payload, listener:
         agent = agent_pool.acquire(call.preload, environment)
         call = msgspec.structs.replace(
             call,
@@ -92,17 +91,13 @@ def main() -> None:
     outcomes = []
     for one, held in end.outcomes.values():
         with held:
-            data = os.pread(held.fds[0], os.fstat(held.fds[0]).st_size, 0) if held.fds else b""
-            outcomes.append((one, data))
+            outcomes.append((one, memory_files.content(held.fds[0]) if held.fds else b""))
     told = EndOnRay(protocol.exact(end.verdict), outcomes, end.interrupted)
-    os.ftruncate(box, 0)
-    os.pwrite(box, msgspec.msgpack.encode(told), 0)
+    memory_files.replace(box, msgspec.msgpack.encode(told))
 
 
-def _memory(data: bytes) -> OwnedFds:
-    fd = processes.memory_file("rallypoint-payload")
-    os.write(fd, data)
-    return OwnedFds([fd])
+def _payload(data: bytes) -> OwnedFds:
+    return OwnedFds([memory_files.create("rallypoint-payload", data)])
 
 
 def _show(fd: int, data: bytes) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import RallypointError
-from rallypoint.host import devices, processes
+from rallypoint.host import devices, memory_files
 from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import exception_capture, plan, preload_parts, protocol, torch_version
 from rallypoint.launcher.agent import helper_processes
@@ -240,9 +240,8 @@ class _Standby:
         )
 
     def _send(self, verdict: Verdict) -> None:
-        fd = processes.memory_file("rallypoint-verdict")
+        fd = memory_files.create("rallypoint-verdict", protocol.exact(verdict))
         try:
-            os.write(fd, protocol.exact(verdict))
             protocol.send(self._line, Finished(), [fd])
         except OSError:
             raise CallerGone from None

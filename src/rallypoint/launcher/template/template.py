@@ -22,7 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.host import devices, processes, system_calls
+from rallypoint.host import devices, memory_files, process_status, processes, system_calls
 from rallypoint.launcher import (
     exception_capture,
     nested_launch,
@@ -167,7 +167,7 @@ def unclean() -> str:
     cuda = sys.modules.get("torch.cuda")
     if (cuda is not None and cuda.is_initialized()) or devices.cuda_is_up():
         return "CUDA is initialised"
-    count = processes.threads()
+    count = process_status.threads()
     if count > 1:
         return f"{count} threads"
     for number in os.listdir("/proc/self/fd"):
@@ -241,7 +241,7 @@ class _Template:
         """Reap processes that the ranks have left here and that have ended. The ranks themselves are
         reaped when the agent orders it."""
         os.read(self._orphans, 128)
-        for pid in set(processes.children()).difference(self._children.values()):
+        for pid in set(process_status.children()).difference(self._children.values()):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
     def _order(self) -> Callable[[], None] | None:
@@ -373,9 +373,7 @@ class _Template:
 
 
 def _memory(value: msgspec.Struct) -> int:
-    fd = processes.memory_file("rallypoint")
-    os.write(fd, protocol.exact(value))
-    return fd
+    return memory_files.create("rallypoint", protocol.exact(value))
 
 
 def _close(fds: Iterable[int]) -> None:

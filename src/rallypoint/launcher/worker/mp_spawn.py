@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint.diagnosis.evidence import Raised
-from rallypoint.host import processes, system_calls
+from rallypoint.host import memory_files, system_calls
 from rallypoint.host.signals import EVIDENCE_SIGNAL
 from rallypoint.launcher.protocol import AtPhase, Meets, OfSpawned, Packet
 from rallypoint.launcher.worker import torch_hooks
@@ -77,7 +77,7 @@ def _report(control: socket.socket, index: int, size: int, began: float) -> None
     """Tell the launcher of this process. From now on it answers the evidence signal, and its
     `init_process_group` is seen.
     """
-    evidence = processes.memory_file(f"rallypoint-spawned{index}")
+    evidence = memory_files.create(f"rallypoint-spawned{index}")
     pidfd = system_calls.pidfd_open(os.getpid())
     file = os.fdopen(evidence, "ab", buffering=0)
     _keep.append(file)

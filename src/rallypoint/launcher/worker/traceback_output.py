@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rallypoint.host import processes
+from rallypoint.host import memory_files
 from rallypoint.launcher import exception_capture, interruptions
 
 
@@ -53,7 +53,7 @@ def _print_without_descriptor(error: BaseException) -> None:
     former = aside = -1
     try:
         former = os.dup(2)
-        aside = processes.memory_file("rallypoint")
+        aside = memory_files.create("rallypoint")
     except OSError:  # no descriptor is left: better twice than not at all
         if former >= 0:
             os.close(former)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from rallypoint.errors import BarrierBroken, BarrierMismatch, BarrierTimeout, UsageError
-from rallypoint.host import processes
+from rallypoint.host import process_status
 from rallypoint.primitives.average.layout import (
     Layout,
     MeanWriter,
@@ -269,7 +269,7 @@ class _AverageCall:
         return averaged, self._round.copy
 
     def _offer(self, own: OwnSegment) -> Offer:
-        status = processes.status("self")
+        status = process_status.status("self")
         return Offer(
             VERSION,
             self._layout.digest,

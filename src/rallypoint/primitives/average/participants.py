@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.host import memory, processes
+from rallypoint.host import memory, process_status
 from rallypoint.wire.messages import Identity
 
 PREFIX = "rallypoint/average/"
@@ -94,7 +94,7 @@ def has_died(offer: Offer, *, is_mapped: bool) -> bool:
         return False
     if not is_mapped and not memory.published(offer.pid, place.fd, place.inode):
         return True
-    found = processes.status(offer.pid)
+    found = process_status.status(offer.pid)
     return found is None or found.started != offer.started or found.state in "ZX"
 
 

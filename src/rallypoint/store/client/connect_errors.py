@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rallypoint.errors import StoreUnreachable
-from rallypoint.host import probe
+from rallypoint.host import probe, process_status
 from rallypoint.store.address import Address
 from rallypoint.store.client.connect import TELLING, Failure, Reason
 from rallypoint.store.client.failures import Help
@@ -135,9 +135,7 @@ def stopped(pid: int) -> tuple[tuple[str, ...], Help]:
     """Return why a server gives no answer and what to do, if its process, which is on this host,
     stands still. `pid`: 0 if it is not known.
     """
-    from rallypoint.host import processes  # here: it loads ctypes, and servers rarely are
-
-    if not pid or not processes.is_stopped(pid):
+    if not pid or not process_status.is_stopped(pid):
         return (), ()
     return (f"the server (pid {pid}) is stopped (state T)",), (
         ("let it go on", f"kill -CONT {pid}"),
