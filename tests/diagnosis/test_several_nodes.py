@@ -350,10 +350,8 @@ def test_a_stop_from_outside_is_no_loss_of_a_node() -> None:
 
 def test_nodes_that_told_nothing_in_time_are_named() -> None:
     hosts = tuple(f"gpu{i:02}" for i in range(2, 8))
-    told = [
-        diagnose(job(node(0, rank(0, 1, raised=VALUE), stopped(1)), unheard=hosts[:count]))[0]
-        for count in (1, 6)
-    ]
+    failed = job(node(0, rank(0, 1, raised=VALUE), stopped(1)), unheard=hosts)
+    told = [node_causes.with_unheard(diagnose(failed), hosts[:count])[0] for count in (1, 6)]
     assert [report.headline for report in told] == [
         "rank 0 on gpu01 raised ValueError: bad batch"
     ] * 2

@@ -194,11 +194,9 @@ class JobEvidence(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ranks(self) -> tuple[RankEvidence, ...]:
-        """The evidence of all ranks: of several nodes, by rank."""
-        if len(self.nodes) == 1:
-            return self.nodes[0].ranks
-        found = (rank for node in self.nodes for rank in node.ranks)
-        return tuple(sorted(found, key=lambda rank: rank.rank))
+        """The evidence of all ranks: by rank, of a log as they stand there."""
+        found = tuple(rank for node in self.nodes for rank in node.ranks)
+        return found if self.log else tuple(sorted(found, key=lambda rank: rank.rank))
 
     @property
     def several(self) -> bool:

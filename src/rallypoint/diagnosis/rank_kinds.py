@@ -71,25 +71,22 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def look_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
-    """Return the job with its ranks in order, and what each of them shows beside the others."""
+    """Return the job with its ranks where they were, all times by one clock, and what each of them
+    shows beside the others.
+    """
     if job.log is not None:
         return job, [_verdict_in_log(rank) for rank in job.ranks]
     job = of_one_clock(job)
-    job = job.with_ranks(_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
+    if all(rank.meeting is None and rank.phase not in ("joining", "running") for rank in job.ranks):
+        # In a job that joins no group "importing", which a rank says until it joins one, means that
+        # the program runs.
+        job = job.with_ranks(
+            replace(rank, phase="running") if rank.phase == "importing" else rank
+            for rank in job.ranks
+        )
     verdicts = [_verdict(rank, job) for rank in job.ranks]
     slack = job.clock_error
     return job, _shared(_after_a_loss(_stopped_after(verdicts, slack), slack))
-
-
-def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """Correct the phase in a job that joins no group: "importing", which a rank says until it
-    joins one, means there that the program runs.
-    """
-    if any(rank.meeting is not None or rank.phase in ("joining", "running") for rank in ranks):
-        return tuple(ranks)
-    return tuple(
-        replace(rank, phase="running") if rank.phase == "importing" else rank for rank in ranks
-    )
 
 
 def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:

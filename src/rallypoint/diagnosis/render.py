@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -13,6 +13,8 @@ from rallypoint.diagnosis.catalogue import CATALOGUE
 from rallypoint.diagnosis.report import TEMPORARY, Help, Moment, Report, Said
 from rallypoint.errors import InternalError, RallypointError, UsageError
 from rallypoint.world import ranks_phrase
+
+_Value = TypeVar("_Value")
 
 _LABEL = 7  # columns of "where  ", "why    ", ...: the longest label and two blanks
 _ESCAPES = re.compile(
@@ -51,22 +53,18 @@ def printable(text: str) -> str:
     return "\n".join(map(plain, text.split("\n")))
 
 
-def cleaned(report: Report) -> Report:
-    """Return the report with every text in it made safe to print."""
-    clean: Report = _clean(report)
-    return clean
-
-
-def _clean(value: Any) -> Any:
+def cleaned(value: _Value) -> _Value:
+    """Return a report, or a part of one, with every text in it made safe to print."""
+    clean: Any = value
     if isinstance(value, str):
-        return plain(value)
-    if isinstance(value, Help):
-        return Help(plain(value.sentence), printable(value.command))
-    if isinstance(value, tuple):
-        return tuple(map(_clean, value))
-    if isinstance(value, msgspec.Struct):
-        return type(value)(*map(_clean, msgspec.structs.astuple(value)))
-    return value
+        clean = plain(value)
+    elif isinstance(value, Help):
+        clean = Help(plain(value.sentence), printable(value.command))
+    elif isinstance(value, tuple):
+        clean = tuple(map(cleaned, value))
+    elif isinstance(value, msgspec.Struct):
+        clean = type(value)(*map(cleaned, msgspec.structs.astuple(value)))
+    return cast(_Value, clean)
 
 
 def wrapped(words: str, width: int) -> list[str]:
@@ -82,10 +80,18 @@ def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = F
     """Return the reports as people read them, without a newline at the end. Whether colour is
     wanted is the caller's to know.
     """
-    listed = (reports,) if isinstance(reports, Report) else reports
-    blocks = ["\n".join(_lines(cleaned(report), max(width, 40), color)) for report in listed]
-    if len(blocks) > 1:
-        blocks.insert(0, f"{len(blocks)} causes")
+    listed, width = (reports,) if isinstance(reports, Report) else reports, max(width, 40)
+    blocks = [f"{len(listed)} causes"] if len(listed) > 1 else []
+    for report in map(cleaned, listed):
+        parts = [
+            [_headline(report, color)],
+            _account(report, width, color),
+            _timeline(report.timeline),
+            *map(_said, report.said),
+            [line for help in report.help for line in _help(help, width, color)],
+            _ends(report, color),
+        ]
+        blocks += ["\n".join(part) for part in parts if part]
     return "\n\n".join(blocks)
 
 
@@ -143,21 +149,6 @@ def _status_of(error: RallypointError) -> int:
     if isinstance(error, InternalError):
         return 70
     return TEMPORARY if error.code in _GOES_AWAY else 1
-
-
-def _lines(report: Report, width: int, color: bool) -> list[str]:
-    blocks = [
-        _account(report, width, color),
-        _timeline(report.timeline),
-        *(_said(said) for said in report.said),
-        [line for help in report.help for line in _help(help, width, color)],
-        _ends(report, color),
-    ]
-    lines = [_headline(report, color)]
-    for block in blocks:
-        if block:
-            lines += ["", *block]
-    return lines
 
 
 def _headline(report: Report, color: bool) -> str:

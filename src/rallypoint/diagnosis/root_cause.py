@@ -51,7 +51,6 @@ from rallypoint.diagnosis.rank_kinds import (
 from rallypoint.diagnosis.report import Confidence, Report
 from rallypoint.world import ranks_phrase
 
-HOSTS_MOST = 4  # nodes that are named because they told nothing
 # causes told in full; more than three errors at once are mostly one that nobody has recognised
 MOST_REPORTS = 3
 # Seconds between an exception and the exit of another rank in which nobody can say which of them
@@ -75,17 +74,6 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     """Return the causes of a job's failure, the first one first, each with its consequences folded
     in. Never empty; depends on nothing else.
     """
-    reports = _diagnose(job)
-    if not job.unheard:
-        return reports
-    first, named = reports[0], ", ".join(job.unheard[:HOSTS_MOST])
-    more = len(job.unheard) - HOSTS_MOST
-    others = f"{named} and {more} more nodes" if more > 0 else named
-    then = "; ".join(filter(None, (first.then, f"nothing was told by {others} in time")))
-    return (replace(first, then=then), *reports[1:])
-
-
-def _diagnose(job: JobEvidence) -> tuple[Report, ...]:
     job, verdicts = look_at(job)
     if job.log is not None:
         first, *more = _of_log(job, job.log, verdicts)

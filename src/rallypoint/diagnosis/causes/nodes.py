@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from msgspec.structs import replace
+
 from rallypoint.diagnosis.causes.case import Case, whereabouts
 from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import listed
 from rallypoint.diagnosis.evidence import JobEvidence, Look, LostNode, RankEvidence
 from rallypoint.diagnosis.report import TEMPORARY, Help, Report
 from rallypoint.world import ranges, ranks_phrase
+
+HOSTS_MOST = 4  # nodes that are named because they told nothing
 
 _SEEN = {
     "refused": "{0} answers, and nothing of the job listens there: the host is up, its launcher is gone",
@@ -46,6 +50,17 @@ def lost(case: Case, standing: Sequence[RankEvidence]) -> Report:
 def lost_then(job: JobEvidence) -> str:
     """Return that the nodes were lost after something else had failed."""
     return f"{_subject(job.lost)} lost afterwards"
+
+
+def with_unheard(reports: tuple[Report, ...], hosts: Sequence[str]) -> tuple[Report, ...]:
+    """Return the reports, of which the first one names the hosts that told nothing in time."""
+    if not hosts:
+        return reports
+    first, named = reports[0], ", ".join(hosts[:HOSTS_MOST])
+    more = len(hosts) - HOSTS_MOST
+    others = f"{named} and {more} more nodes" if more > 0 else named
+    then = "; ".join(filter(None, (first.then, f"nothing was told by {others} in time")))
+    return (replace(first, then=then), *reports[1:])
 
 
 def _named(node: LostNode) -> str:

@@ -88,8 +88,8 @@ def told(
             why = f"the line there: {cut(source.source)}"
     if error.caught_at is None and rank.ended is not None and rank.ended.signal and not rank.sent:
         evidence += (f"its process then ended by {signal_name(rank.ended.signal)}",)
-    report = account(case, code, headline, why=why, evidence=evidence, help=help, said=quoted)
-    return replace(report, **{"where": where(case, rank, error), **fields})
+    known: Fields = {"said": quoted, "where": where(case, rank, error), **fields}
+    return account(case, code, headline, why=why, evidence=evidence, help=help, **known)
 
 
 def of_end(

@@ -30,8 +30,6 @@ from rallypoint.launcher.plan import Nodes, Plan, alone, at_node
 from rallypoint.launcher.protocol import Finish, Interrupt
 
 if TYPE_CHECKING:
-    from rallypoint.diagnosis.evidence import NodeEvidence
-    from rallypoint.diagnosis.rendezvous_mismatch import Misfit
     from rallypoint.diagnosis.report import Report
     from rallypoint.host.ports import HeldPort
     from rallypoint.launcher.agent.job import Job
@@ -242,6 +240,7 @@ class Agent:
         from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
         from rallypoint.launcher.agent.template_messages import TemplateMessages
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
+        from rallypoint.launcher.job_diagnosis import Diagnosis
         from rallypoint.record.disk_writer import DiskWriter
 
         request, clock = self.request, Clock()
@@ -259,6 +258,7 @@ class Agent:
         offset = self.others.offset if self.others is not None else 0.0
         reporter = Reporter(plan, seat, clock, folder, writer, console, offset=offset)
         self._loop, self._console, self._reporter = Loop(clock), console, reporter
+        self._diagnosis = Diagnosis()
         decider = supervisor.Supervisor(
             seat.ranks,
             alone=self.others is None,
@@ -418,61 +418,51 @@ class Agent:
                 others.judge_problem(reports[0])
                 return
             reports = reporter.show(reports)
-        else:
-            misfit = job.rendezvous.cause_of_all() if action.reason == "failure" else None
-            here = self._gather(action, spawned=misfit is not None)
-            if others is not None and action.reason == "overdue":
-                # The lead does not know how long this node's caller waits.
-                overdue = self._judgement(action, here, None).reports[0]
-                others.judge(msgspec.structs.replace(here, problem=overdue))
-                return
-            if others is not None:
-                others.judge(here)
-                return
-            found = self._judgement(action, here, misfit)
+        elif (found := self._judgement(action)) is not None:
             reports = reporter.show(found.reports, found.followed)
+        else:
+            return
         job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
 
-    def _asks(self, action: MakeReport) -> bool:
-        """Return whether the living ranks were asked for their stacks: those of a job that goes on
-        when ranks fail are not.
+    def _judgement(self, action: MakeReport) -> Judgement | None:
+        """Return the judgement on what has happened, by the evidence of this node; None when the
+        lead, which is told of it, judges.
         """
-        return self.plan.on_failure != "continue" or action.reason in ("interrupted", "overdue")
+        from rallypoint.launcher.job_diagnosis import job_evidence
 
-    def _gather(self, action: MakeReport, *, spawned: bool) -> NodeEvidence:
-        """Return the evidence of this node. `spawned`: it is about processes that a rank has
-        spawned.
-        """
-        job = self.job
+        job, others, reason = self.job, self.others, action.reason
+        misfit = job.rendezvous.cause_of_all() if reason == "failure" else None
+        of_members = misfit is not None or reason == "interrupted"
+        # The living ranks of a job that goes on when ranks fail were not asked for their stacks.
+        asked = self.plan.on_failure != "continue" or reason in ("interrupted", "overdue")
         here = job.evidence.gather(
-            job.members if spawned or action.reason == "interrupted" else job.ranks,
-            asked=self._asks(action),
+            job.members if of_members else job.ranks,
+            asked=asked,
             told=self._reporter.told,
-            helper=job.lost if action.reason == "helper" else None,
+            helper=job.lost if reason == "helper" else None,
             reached=job.rendezvous.reached,
             node=job.seat.node,
         )
         self._reporter.has_gathered(here)
-        return here
-
-    def _judgement(
-        self, action: MakeReport, here: NodeEvidence, misfit: Misfit | None
-    ) -> Judgement:
-        """Return the judgement on what has happened, by the evidence of this node alone."""
-        from rallypoint.launcher.job_diagnosis import job_evidence
-
-        job, interrupted = self.job, action.reason == "interrupted"
+        if others is not None and reason != "overdue":
+            others.judge(here)
+            return None
         evidence = job_evidence(
             self.plan,
             (here,),
-            world_size=job.size if misfit is not None or interrupted else job.seat.world.size,
+            world_size=job.size if of_members else job.seat.world.size,
             attempt=job.supervisor.attempt,
             held_address=job.attempt.held,
-            interrupted_by=self.signalled_by if interrupted else "",
-            overdue=self._overdue if action.reason == "overdue" else 0.0,
+            interrupted_by=self.signalled_by if reason == "interrupted" else "",
+            overdue=self._overdue if reason == "overdue" else 0.0,
             stop_reason=action.because,
         )
-        return self._reporter.judge(evidence, misfit, all_again=self._asks(action))
+        found = self._diagnosis.judge(evidence, misfit, all_again=asked)
+        if others is None:
+            return found
+        # The lead does not know how long this node's caller waits.
+        others.judge(msgspec.structs.replace(here, problem=found.reports[0]))
+        return None
 
     def _clean_up(self, action: supervisor.CleanUp) -> None:
         """End what the ranks left running, and this attempt's host. Every rank has ended."""

@@ -80,14 +80,10 @@ class Console:
         if not self._plan.quiet:
             self.say(text)
 
-    def print(self, rendered: str) -> None:
-        """Write a text that was made for this terminal, with its colours."""
-        self.pump.say(rendered)
-
     def print_reports(self, reports: Sequence[Report], before: str = "") -> None:
         """Write reports as wide as the terminal, below `before`."""
         width = terminal.prose_columns(terminal.columns(self._errors_fd))
-        self.print(before + render.text(reports, width=width, color=_wants_color()))
+        self.pump.say(before + render.text(reports, width=width, color=_wants_color()))
 
     def live(self, text: str | None) -> None:
         """Show the live line on a terminal; None takes it away."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -221,8 +222,8 @@ class RankStarter:
         job.reporter.event(
             "worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4)
         )
-        job.loop.watch(handle.control.fileno(), lambda: job.messages.receive(handle))
-        job.loop.watch(handle.pidfd, lambda: job.endings.on_untold_end(handle))
+        job.loop.watch(handle.control.fileno(), partial(job.messages.receive, handle))
+        job.loop.watch(handle.pidfd, partial(job.endings.on_untold_end, handle))
 
     def on_not_forked(self, message: NotForked) -> None:
         """Handle a process that the template could not fork."""

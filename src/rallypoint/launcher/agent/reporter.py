@@ -13,15 +13,13 @@ from msgspec.structs import replace
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import render, root_cause
-from rallypoint.diagnosis.evidence import JobEvidence, NodeEvidence
-from rallypoint.diagnosis.rendezvous_mismatch import Misfit
+from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.errors import RallypointError
 from rallypoint.host import termination_log
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
 from rallypoint.launcher.agent.evidence_gatherer import ERROR_FILES_TIMEOUT
-from rallypoint.launcher.job_diagnosis import Diagnosis, Judgement
 from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.protocol import ImportFailed, NotForked
 from rallypoint.record import preload_history
@@ -62,8 +60,8 @@ def open_folder(plan: Plan) -> RunFolder:
 
 
 class Reporter:
-    """Record of a run, and the reports that come of it: judged here, shown by the console, kept in
-    the run folder.
+    """Record of a run, and the reports that come of it: shown by the console, kept in the run
+    folder.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class Reporter:
         self._reports: tuple[Report, ...] = ()  # of this one, its cause first
         self._error_files: dict[int, str] = {}  # of this attempt, by rank: what `@record` wrote
         self.told: set[int] = set()  # ranks of this attempt that have failed, as gathered so far
-        self._diagnosis = Diagnosis()
         folder.write_plan(plan)
         of_several: dict[str, Any] = {
             "host": os.uname().nodename,
@@ -131,7 +128,7 @@ class Reporter:
         """Show that no rank has moved for as long as `--stall` says."""
         self.event("stalled", code=report.code, headline=report.headline)
         if self._plan.error_format == "json":
-            self._console.print(render.json((report,)))
+            self._console.pump.say(render.json((report,)))
         else:
             self._console.print_reports((report,), before="\n")
 
@@ -153,10 +150,6 @@ class Reporter:
         """Keep of this node's evidence what later questions need, whoever judges it."""
         self.told |= {rank.rank for rank in here.ranks if root_cause.has_failed(rank)}
         self._error_files |= {one.rank: one.error_file for one in here.ranks if one.error_file}
-
-    def judge(self, evidence: JobEvidence, misfit: Misfit | None, *, all_again: bool) -> Judgement:
-        """Judge the evidence as `Diagnosis.judge` does."""
-        return self._diagnosis.judge(evidence, misfit, all_again=all_again)
 
     def of_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
         """Return the report on why nothing could be started."""
@@ -184,23 +177,20 @@ class Reporter:
         if brief and reports:
             self._console.say(f"rallypoint: {brief}")
         elif self._plan.task is None and reports:  # else the caller's exception says it
-            self._print(reports)
+            same = root_cause.same_again(first := reports[0])
+            before = [root_cause.same_again(one) for one in self._earlier[-1:]]
+            if self._plan.error_format == "json":
+                self._console.pump.say(render.json(reports))
+            elif len(reports) == 1 and same and same in before:
+                where, logs = first.where.partition(",")[0], ", ".join(first.logs)
+                self._console.say(
+                    f"rallypoint: the same again: {first.headline}, {where}; logs: {logs}"
+                )
+            else:
+                self._console.print_reports(reports, before="" if self.reports else "\n")
         self._reports = kept = root_cause.cause_first((*self._reports, *reports))
         self._writer.submit(lambda: self._folder.write_report(kept))
         return kept
-
-    def _print(self, reports: tuple[Report, ...]) -> None:
-        first = reports[0]
-        same = root_cause.same_again(first)
-        if self._plan.error_format == "json":
-            self._console.print(render.json(reports))
-        elif len(reports) == 1 and same and same in map(root_cause.same_again, self._earlier[-1:]):
-            where = first.where.partition(",")[0]
-            self._console.say(
-                f"rallypoint: the same again: {first.headline}, {where}; logs: {', '.join(first.logs)}"
-            )
-        else:
-            self._console.print_reports(reports, before="" if self.reports else "\n")
 
     def import_failed(self, message: ImportFailed) -> Report:
         """Return the report on torch, or a preload module, that cannot be imported."""

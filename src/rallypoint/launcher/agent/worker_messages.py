@@ -65,18 +65,7 @@ class WorkerMessages:
             case AtPhase(phase):
                 self._on_phase(handle, phase)
             case Caught(serial, raised):
-                handle.caught[serial] = msgspec.structs.replace(raised, at=now)
-                handle.failed_to_join = handle.failed_to_join or raised.call == "init_process_group"
-                leaving: dict[str, Any] = {"on_its_way": True} if raised.on_its_way else {}
-                event(
-                    "handled-error",
-                    rank=handle.rank,
-                    type=raised.type,
-                    message=raised.message[:500],
-                    call=raised.call,
-                    **leaving,
-                )
-                job.feed(supervisor.Erred(handle.rank, raised.call))
+                self._on_caught(handle, serial, msgspec.structs.replace(raised, at=now))
             case Uncatch(serial):
                 handle.caught.pop(serial, None)
             case Uncaught(raised):
@@ -133,6 +122,15 @@ class WorkerMessages:
         job.feed(supervisor.PhaseEntered(handle.rank, phase, whole))
         if phase == "joining":
             job.rendezvous.joining()
+
+    def _on_caught(self, handle: RankHandle, serial: int, raised: Raised) -> None:
+        handle.caught[serial], call = raised, raised.call
+        handle.failed_to_join = handle.failed_to_join or call == "init_process_group"
+        told: dict[str, Any] = {"type": raised.type, "message": raised.message[:500], "call": call}
+        if raised.on_its_way:
+            told["on_its_way"] = True
+        self._job.reporter.event("handled-error", rank=handle.rank, **told)
+        self._job.feed(supervisor.Erred(handle.rank, call))
 
     def _on_uncaught(self, handle: RankHandle, message: Uncaught, raised: Raised) -> None:
         job = self._job

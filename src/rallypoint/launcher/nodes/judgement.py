@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rallypoint.diagnosis.causes.nodes import with_unheard
 from rallypoint.diagnosis.evidence import LostNode, NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
 from rallypoint.launcher.job_diagnosis import Diagnosis, job_evidence
@@ -47,7 +48,8 @@ def judge(plan: Plan, failed: FailedAttempt) -> Sentence:
     if problems:
         return _of_problem(problems[0])
     found = Diagnosis().judge(job, failed.misfit)
-    return Sentence(found.reports, found.status, found.same, found.at, found.followed)
+    reports = found.reports if failed.misfit else with_unheard(found.reports, job.unheard)
+    return Sentence(reports, found.status, found.same, found.at, found.followed)
 
 
 def _of_problem(node: NodeEvidence) -> Sentence:

@@ -29,27 +29,25 @@ class AgentLine:
         self._noticed = False
         self._torch_hook: object = None  # torch's own sys.excepthook
 
-    def tell(self, message: Packet, fds: Sequence[int] = ()) -> bool:
+    def tell(self, message: Packet, fds: Sequence[int] = (), sent: list[int] | None = None) -> bool:
         """Tell the agent; return False when it does not listen (any more), or this process is not
-        the rank.
+        the rank. `sent`: as in `protocol.send`; what is `sent` already is not sent again.
         """
-        sent: list[int] = []
+        packets = list[int]() if sent is None else sent
+
+        def send() -> bool:
+            if self._control is None or not self.is_rank():
+                return False
+            if not packets:
+                protocol.send(self._control, message, fds, sent=packets)
+            return True
+
         try:
-            return interruptions.whole(lambda: self._post(message, fds, sent))
+            return interruptions.whole(send)
         except OSError as error:
             if interruptions.raised_by_handler(error):
                 raise
             return False  # it is gone; the guard is about to end this process
-
-    def _post(self, message: Packet, fds: Sequence[int], sent: list[int]) -> bool:
-        """Send a message unless it is `sent`. A signal handler of the program's may raise in
-        between.
-        """
-        if self._control is None or os.getpid() != self._pid:
-            return False
-        if not sent:
-            protocol.send(self._control, message, fds, sent=sent)
-        return True
 
     def is_rank(self) -> bool:
         """Return whether this process is the rank itself, and no child that it forked."""
@@ -151,14 +149,10 @@ class AgentLine:
         serial, sent = self._serial + 1, list[int]()
 
         def tell() -> None:
-            if not sent and exception_capture.is_marked(error):
-                return
-            try:
-                if not sent:
-                    self._post(Caught(serial, raised()), (), sent)
-            except OSError as problem:  # the agent is gone
-                if interruptions.raised_by_handler(problem):
-                    raise
+            if not sent:
+                if exception_capture.is_marked(error):
+                    return
+                self.tell(Caught(serial, raised()), sent=sent)
             exception_capture.mark(error, serial)
             self._serial = max(serial, self._serial)
 

@@ -54,13 +54,13 @@ class SpawnedHooks(Hooks):
         super().__init__(control, held="", began=began, single=False)
         self._index, self._size = index, size
 
-    def tell(self, message: Packet, fds: Sequence[int] = ()) -> bool:
+    def tell(self, message: Packet, fds: Sequence[int] = (), sent: list[int] | None = None) -> bool:
         """Tell the launcher, if it is about meeting the others; False when it is not, or the
         launcher has gone.
         """
         if not isinstance(message, AtPhase | Meets):
             return False
-        return super().tell(OfSpawned(self._index, self._size, os.getpid(), message), fds)
+        return super().tell(OfSpawned(self._index, self._size, os.getpid(), message), fds, sent)
 
     def preempted(self) -> bool:
         """Return False, as outside a rank: what the launcher says on the line is for the rank."""

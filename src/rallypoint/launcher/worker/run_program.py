@@ -68,36 +68,30 @@ def run(
 
 
 def _end_by(hooks: Hooks | None, error: BaseException, given: StderrAsGiven | None) -> NoReturn:
-    """Tell what ends the program, and let it go on to the interpreter. A signal's handler of the
-    program's may raise meanwhile: then it is that by which the program ends. `given`: what the
-    launcher has given for stderr, when it shows the traceback itself."""
+    """Tell what ends the program, and let it go on to the interpreter. `given`: what the launcher
+    has given for stderr, when it shows the traceback itself, which it does unless the program has a
+    hook of its own."""
+    silent = listens = False
     try:
-        shown = _tell_end(hooks, error, shows=given is not None)
+        if not isinstance(error, SystemExit):
+            exception_capture.strip(error)
+        if hooks is not None:
+            hooks.stop()
+            if isinstance(error, SystemExit):
+                tell_exit(hooks, error)
+            else:
+                silent = given is not None and hooks.excepthook_is_default()
+                listens = tell_uncaught(hooks, error, printed=not silent)
     except BaseException as later:
-        error = later
-        shown = _tell_end(hooks, error, shows=given is not None)
+        # A signal's handler of the program's has raised: it is that by which the program ends.
+        _end_by(hooks, later, given)
     if not isinstance(error, SystemExit):
-        if not shown:
-            sys.excepthook(type(error), error, error.__traceback__)
-        elif given is not None:
+        if given is not None and silent and listens:
             given.print_beside(error)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = _already_shown
     raise error
-
-
-def _tell_end(hooks: Hooks | None, error: BaseException, *, shows: bool) -> bool:
-    """Tell the agent how the program ends; return whether the launcher shows the traceback, which it
-    does (`shows`) unless the program has a hook of its own."""
-    if not isinstance(error, SystemExit):
-        exception_capture.strip(error)
-    if hooks is None:
-        return False
-    hooks.stop()
-    if isinstance(error, SystemExit):
-        tell_exit(hooks, error)
-        return False
-    silent = shows and hooks.excepthook_is_default()
-    return tell_uncaught(hooks, error, printed=not silent) and silent
 
 
 def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
