@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import rallypoint
 
 SOURCE = str(Path(rallypoint.__file__).parent)
 
-MOST_FUNCTIONS = 39
+MOST_FUNCTIONS = 38
 """Functions of rallypoint that hand a rank's exception on, from the rank to the screen, as
 `Recorder` counts them. It may only become smaller."""
 
@@ -91,12 +92,10 @@ class Recorder:
         self._seen |= {id(one): one for one in new}
         self._is_over = _name(code) == "record/log_pump.py: LogPump.say" and "error[" in given[-1]
         if new or self._is_over or _name(code) == "launcher/protocol.py: send":
-            for one in _callers(frame):
-                if id(one) in self._before:
-                    break
-                if one.f_code.co_filename.startswith(SOURCE):
-                    name, lines = _name(one.f_code), _lines_of(one.f_code)
-                    self.lines[name] = max(self.lines.get(name, 0), lines)
+            since = itertools.takewhile(lambda one: id(one) not in self._before, _callers(frame))
+            for one in reversed([one.f_code for one in since]):
+                if one.co_filename.startswith(SOURCE):
+                    self.lines[_name(one)] = max(self.lines.get(_name(one), 0), _lines_of(one))
 
     def write(self, path: str) -> None:
         Path(path).write_text(json.dumps([self.lines, sorted(self.all)]))

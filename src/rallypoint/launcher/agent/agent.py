@@ -394,7 +394,7 @@ class Agent:
             case supervisor.CleanGroup():
                 job.endings.clean_group(action)
             case supervisor.SetTimer(name, at):
-                job.remind(name, at)
+                self._loop.at(name, at, lambda now: job.feed(supervisor.Timer(name)))
             case supervisor.CleanUp():
                 self._clean_up(action)
             case supervisor.AttemptOver(well):

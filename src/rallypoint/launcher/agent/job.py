@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rallypoint.diagnosis.evidence import Ended, HelperLost
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.event_loop import Loop
-from rallypoint.launcher.agent.supervisor import Action, JobEvent, State, Supervisor, Timer
+from rallypoint.launcher.agent.supervisor import Action, JobEvent, State, Supervisor
 from rallypoint.launcher.plan import Plan
 
 if TYPE_CHECKING:
@@ -146,7 +146,3 @@ class Job:
         """End the job because it cannot be started."""
         self.problem = problem
         self.feed(supervisor.Impossible(because or str(problem)))
-
-    def remind(self, name: str, when: float) -> None:
-        """Tell the supervisor when this time has come."""
-        self.loop.at(name, when, lambda now: self.feed(Timer(name)))
