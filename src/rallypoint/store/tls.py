@@ -49,6 +49,8 @@ FULL_PAUSE = 0.2
 ACCEPTS = 64
 """New connections taken in one turn, so that a storm of them does not stop the others."""
 
+ALL_SIGNALS = signal.valid_signals()
+
 UNKNOWN = b"no certificate yet"
 """Binding of a client's connection before its handshake: no server's proof covers it."""
 
@@ -143,7 +145,7 @@ class TlsThread:
     def _run(self) -> None:
         # A signal that the kernel gave to this thread would not wake the main thread, which has to
         # handle it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)
         try:
             while self._now() < self._ends_at and not self._is_done():
                 self._turn()
@@ -308,10 +310,8 @@ class TlsThread:
 
 def secured(tcp: socket.socket) -> TlsSocket:
     """Return a client's end of TLS on a connected socket, which is the thread's from now on."""
-    global _shared, _context
+    global _shared
     with _sharing:
-        if _context is None:
-            _context = client_context()
         if _shared is not None and not _shared.has_ended:
             return _shared.add(tcp, _context, UNKNOWN)
         thread = TlsThread("rallypoint: TLS")
@@ -329,7 +329,7 @@ def secured(tcp: socket.socket) -> TlsSocket:
 
 
 _sharing = threading.RLock()
-_context: ssl.SSLContext | None = None
+_context = client_context()  # before a fork: to make it costs a client as much as its handshake
 _shared: TlsThread | None = None  # of this process's clients
 _threads: weakref.WeakSet[TlsThread] = weakref.WeakSet()
 

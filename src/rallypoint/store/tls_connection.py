@@ -142,8 +142,9 @@ class TlsConnection:
                 while more and len(scratch) - count >= RECORD_BYTES:
                     got: int = self.tls.read(len(scratch), scratch[count:])  # type: ignore[assignment]
                     count += got
-                    more = got > 0
-                self.ended = not more
+                    self.ended = self.ended or not got
+                    # another read would raise where nothing is left, which costs as much as this one
+                    more = got > 0 and bool(self.incoming.pending or self.tls.pending())
             except ssl.SSLWantReadError:
                 more = False
             except ssl.SSLError:  # its end, or bytes that are not the other side's

@@ -254,7 +254,7 @@ class Console:
             else []
         )
         self.remark(
-            f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs yet'}"
+            f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs now'}"
         )
 
     def say_raised_while_stopped(self, rank: int, raised: Raised) -> None:
