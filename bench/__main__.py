@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench import (
     average,
+    clusters,
     death,
     figures,
     harness,
@@ -80,6 +81,10 @@ def _nodes(count: int, ranks: int) -> Callable[[int, bool], Iterator[Sample]]:
     return lambda turns, quick: nodes.first_all_reduce(count, ranks, turns, peers)
 
 
+def _engine(name: str) -> Callable[[int, bool], Iterator[Sample]]:
+    return lambda turns, quick: clusters.start(name, turns)
+
+
 def _fault(name: str) -> Callable[[int, bool], Iterator[Sample]]:
     return lambda turns, quick: nodes.fault(name, 4, 2, turns, () if quick else (nodes.C10D,))
 
@@ -131,6 +136,7 @@ CASES: dict[str, dict[str, Plan]] = {
         "nodes-2x2": Plan(_nodes(2, 2), 3),
         "nodes-2x8": Plan(_nodes(2, 8), 3, quick=0),
         **{name: Plan(_fault(name), 2) for name in nodes.CASES},
+        **{f"engine-{engine}": Plan(_engine(engine), 3, quick=0) for engine in clusters.ENGINES},
         "tls-joining-512": Plan(lambda turns, quick: nodes.joining(512, turns), 3, quick=0),
         "tls-values": Plan(lambda turns, quick: nodes.values(turns, seconds=_short(quick, 1.0)), 3),
     },

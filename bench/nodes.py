@@ -158,7 +158,7 @@ def first_all_reduce(nodes: int, ranks: int, turns: int, peers: Sequence[str]) -
     """Seconds from the last node's command to the end of the last rank's first all_reduce."""
     with own_cluster(nodes) as cluster:
         for turn in range(turns):
-            yield _imports(turn)
+            yield imports(turn)
             for who in (OURS, *peers):
                 with job(cluster, who, ranks, "first_all_reduce.py") as started:
                     marks = started.wait_for_marks("reduced")
@@ -169,11 +169,12 @@ def first_all_reduce(nodes: int, ranks: int, turns: int, peers: Sequence[str]) -
                         values["status"] = max(run.wait(60) or 0 for run in started.runs)
                     else:
                         note = f"{len(marks)} of {started.complete} ranks came: {started.said()}"
-                say(f"  turn {turn}  {who:<15} {_shown(values)}{note}")
+                say(f"  turn {turn}  {who:<15} {shown(values)}{note}")
                 yield Sample(who, turn, values, note)
 
 
-def _imports(turn: int) -> Sample:
+def imports(turn: int) -> Sample:
+    """Measure an interpreter per processor that imports torch, all at the same time."""
     with ExitStack() as stack:
         alone = [sys.executable, str(JOBS / "only_import.py")]
         runs = [stack.enter_context(Run(alone)) for _ in range(2)]
@@ -183,7 +184,7 @@ def _imports(turn: int) -> Sample:
     values: dict[str, Value] = {
         "seconds": max(mark.at for mark in marks) - began if complete else None
     }
-    say(f"  turn {turn}  {IMPORT:<15} {_shown(values)}")
+    say(f"  turn {turn}  {IMPORT:<15} {shown(values)}")
     return Sample(IMPORT, turn, values)
 
 
@@ -233,7 +234,7 @@ def fault(name: str, nodes: int, ranks: int, turns: int, peers: Sequence[str]) -
                     FAULTS[what](started, hit)
                     ended = started.watch_ends(WAIT)
                     values = _times(at, hit, ended, started.reported())
-                say(f"  turn {turn}  {who:<15} {_shown(values)}")
+                say(f"  turn {turn}  {who:<15} {shown(values)}")
                 yield Sample(who, turn, values)
 
 
@@ -286,7 +287,8 @@ def values(turns: int, *, seconds: float = 1.0) -> Iterator[Sample]:
     yield from store.take_turns(turns, (store.TCP, TLS), one)
 
 
-def _shown(values: Mapping[str, Value]) -> str:
+def shown(values: Mapping[str, Value]) -> str:
+    """Return values of a sample as a line of progress."""
     shown = {
         name: f"{value:.3f} s" if isinstance(value, float) else str(value)
         for name, value in values.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench import store
+from bench.clusters import HOSTNAME
 from bench.nodes import C10D, CASES, IMPORT, OURS, STATIC, TLS, WAIT
 from bench.samples import Case
 from bench.tables import Bound, Row, Table, seconds, times
@@ -35,7 +36,7 @@ WORDS = {
 
 def tables(cases: Mapping[str, Case]) -> list[Table]:
     """Every table, also those without a row."""
-    return [_start(cases), _faults(cases), _tls(cases)]
+    return [_start(cases), _engines(cases), _faults(cases), _tls(cases)]
 
 
 def _start(cases: Mapping[str, Case]) -> Table:
@@ -70,6 +71,41 @@ def _start(cases: Mapping[str, Case]) -> Table:
             "torchrun static",
             "rallypoint / import",
             "torchrun c10d / rallypoint",
+        ),
+        tuple(rows),
+    )
+
+
+ENGINE_NAMES = {
+    "slurm": "Slurm (srun)",
+    "openmpi5": "Open MPI 5",
+    "openmpi4": "Open MPI 4",
+    "mpich": "MPICH",
+    "ray": "Ray",
+}
+
+
+def _engines(cases: Mapping[str, Case]) -> Table:
+    rows = []
+    for name, engine in ENGINE_NAMES.items():
+        if case := cases.get(f"engine-{name}"):
+            beyond = case.ratio(OURS, IMPORT, "beyond", "seconds")
+            cells = (
+                engine,
+                *(seconds(case, who) for who in (OURS, HOSTNAME, IMPORT)),
+                times(beyond),
+            )
+            rows.append(Row(cells, (Bound("<= 1.8 x one import", beyond, 1.8),), case))
+    return Table(
+        "Clusters: from the engine's command to first all_reduce",
+        "Two nodes of two ranks. `hostname` is what the engine itself takes to run that on both nodes, for Ray an actor on each that "
+        "tells it. The last column is what `rallypoint run` takes beyond it, in imports of torch; a median of the turns.",
+        (
+            "engine",
+            "rallypoint",
+            "`hostname`",
+            "`import torch`",
+            "(rallypoint - hostname) / import",
         ),
         tuple(rows),
     )
