@@ -166,7 +166,13 @@ def test_a_local_address_of_another_machine_is_refused_before_anything_starts(
 
 
 def test_a_notice_while_others_are_waited_for_is_handed_on(nodes: Nodes) -> None:
-    program = "import rallypoint; print('noticed', rallypoint.preempted(), flush=True)"
+    program = """
+import rallypoint, time
+until = time.monotonic() + 30  # the other node's ranks may start before it hears of the notice
+while not rallypoint.preempted() and time.monotonic() < until:
+    time.sleep(0.01)
+print("noticed", rallypoint.preempted(), flush=True)
+"""
     lead = nodes.start(program)
     nodes.await_applicants(1)
     lead.signal(signal.SIGUSR1)
