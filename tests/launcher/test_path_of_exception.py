@@ -42,11 +42,12 @@ recorder = Recorder()
 def end():
     sys.setprofile(None)
     recorder.write("rank.json")
-    signal.pause()  # the launcher's signal ends it: the report does not wait for that
+    signal.sigwait({{signal.SIGTERM}})  # which the launcher sends after the report
 
 dist.init_process_group("gloo")
 if os.environ["RANK"] == "1":
     atexit.register(end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})
     recorder.begin(sys._getframe())
     raise ValueError("bad batch")
 dist.barrier()
@@ -91,7 +92,8 @@ class Recorder:
         new = [one for one in made if id(one) not in self._seen]
         self._seen |= {id(one): one for one in new}
         self._is_over = _name(code) == "record/log_pump.py: LogPump.say" and "error[" in given[-1]
-        if new or self._is_over or _name(code) == "launcher/protocol.py: send":
+        is_sent = bool(made) and _name(code) == "launcher/protocol.py: send"
+        if new or is_sent or self._is_over:
             since = itertools.takewhile(lambda one: id(one) not in self._before, _callers(frame))
             for one in reversed([one.f_code for one in since]):
                 if one.co_filename.startswith(SOURCE):
