@@ -35,8 +35,8 @@ UNDOCUMENTED = {
     "Store": {"ask", "ask_many", "decoded", "encoded", "lease"},
     "Server": {"adopt"},
     "Fault": {
-        *("accept", "due", "engine", "every", "jitter", "name", "of", "only", "places"),
-        *("planned", "seconds", "size", "ways"),
+        *("accept", "due", "every", "given", "jitter", "name", "of", "only", "proxy"),
+        *("seconds", "size", "ways"),
     },
 }
 """Members that serve other parts of the package. No page describes them, and they may change."""

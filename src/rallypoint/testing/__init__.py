@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rallypoint.testing.clock import ManualClock
-    from rallypoint.testing.fault_engine import ProxyStatistics, Traffic
     from rallypoint.testing.faults import Fault, Faults
     from rallypoint.testing.network import Network
-    from rallypoint.testing.proxy import ChaosProxy, ProxiedConnection
+    from rallypoint.testing.proxied_connection import ProxiedConnection
+    from rallypoint.testing.proxy import ChaosProxy, ProxyStatistics, Traffic
 
 __all__ = [
     "ChaosProxy",
@@ -24,13 +24,13 @@ __all__ = [
 
 _WHERE = {
     "ManualClock": "clock",
-    "ProxyStatistics": "fault_engine",
-    "Traffic": "fault_engine",
+    "ProxyStatistics": "proxy",
+    "Traffic": "proxy",
     "Fault": "faults",
     "Faults": "faults",
     "Network": "network",
     "ChaosProxy": "proxy",
-    "ProxiedConnection": "proxy",
+    "ProxiedConnection": "proxied_connection",
 }
 
 

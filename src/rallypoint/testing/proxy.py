@@ -8,68 +8,60 @@
             ...                             # packets vanish without an error
         proxy.heal()
 
-Real sockets and one thread; for Unix sockets too.
+Real sockets and one thread. Callers change the state themselves, under a lock; the thread then
+moves what may move.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import random
+import select
 import socket
+import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 
+from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 from rallypoint.store.address import set_forwarded
-from rallypoint.testing.fault_engine import ProxyEngine, ProxyStatistics
-from rallypoint.testing.faults import (
-    Fault,
-    Faults,
-    To,
-    check_at_least,
-    check_jitter,
-    directions,
-)
-from rallypoint.testing.proxy_listener import ProxyAddress, name_of, resolve
-from rallypoint.testing.proxy_relay import Relay
+from rallypoint.testing.faults import BOTH, Fault, Faults, To, directions, require
+from rallypoint.testing.proxied_connection import ProxiedConnection
+from rallypoint.testing.proxy_listener import ProxyAddress, ProxyListener, name_of, resolve
 
 
-class ProxiedConnection(Faults):
-    """One connection through the proxy. Faults that are called here concern it alone."""
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Counts of one direction.
 
-    def __init__(self, engine: ProxyEngine, relay: Relay) -> None:
-        super().__init__(engine, only=relay)
-        self._relay = relay
+    `bytes` that were passed on; `held` bytes are in the proxy now, `swallowed` ones will not be
+    passed on.
+    """
 
-    def __repr__(self) -> str:
-        passed = f"{self.bytes_to_server} B to the server, {self.bytes_to_client} B to the client"
-        state = "open" if self.is_open else "closed"
-        return f"<ProxiedConnection {self.number} from {self.client}: {state}, {passed}>"
+    bytes: int
+    held: int
+    swallowed: int
 
-    @property
-    def number(self) -> int:
-        """Position in the order of accepting, from 0. With the seed it decides what is drawn."""
-        return self._relay.number
 
-    @property
-    def client(self) -> str:
-        """The client's address: `tcp://127.0.0.1:40312`, or `unix:` (mostly without a name)."""
-        return self._relay.client
+@dataclass(frozen=True, slots=True)
+class ProxyStatistics:
+    """Counts of a proxy so far.
 
-    @property
-    def is_open(self) -> bool:
-        """True while something may pass, or a side does not know that the other one is gone."""
-        return not self._relay.is_closed
+    `connections` accepted in all, of these `open` now and `unreached` (reset, because the server
+    did not take them); `resets` that faults did, counted per connection.
+    """
 
-    @property
-    def bytes_to_server(self) -> int:
-        """Bytes passed on to the server so far."""
-        return self._relay.streams["server"].passed
-
-    @property
-    def bytes_to_client(self) -> int:
-        """Bytes passed on to the client so far."""
-        return self._relay.streams["client"].passed
+    connections: int
+    open: int
+    unreached: int
+    resets: int
+    to_server: Traffic
+    to_client: Traffic
 
 
 class ChaosProxy(Faults):
@@ -78,10 +70,7 @@ class ChaosProxy(Faults):
     `address` is where clients go, `target` where it passes them on. The target need not be there
     yet: a client is reset if the server cannot be reached. Closes and resets of one side reach the
     other one, each direction by itself, after what was sent before. Descriptors that accompany
-    bytes (SCM_RIGHTS) pass when both sides are Unix sockets.
-
-    What faults draw (jitter) comes from `seed`. Not decided by the seed: when a thread runs, and in
-    which order clients that connect at the same time are numbered.
+    bytes (SCM_RIGHTS) pass when both sides are Unix sockets. Jitters are drawn from `seed`.
 
     All methods may be called from every thread, but not in a process that was forked after the
     proxy was made: there it is closed, so that the child does not keep connections open.
@@ -93,28 +82,36 @@ class ChaosProxy(Faults):
         """Listen, and resolve names now.
 
         `target`, `listen`: `tcp://host:port`, `tcp://[::1]:port`, `unix:///path`, or
-        `(host, port)`. Port 0 to listen on is a free one.
+        `(host, port)`. Port 0 to listen on is a free one. `UsageError` for an address of another
+        form, `OSError` when it cannot be resolved or listened on.
 
         A store's client refuses an address that only passes it on to the store. Until `close`,
         RALLYPOINT_FORWARDED in this process's environment, and so in that of its children, names
         this one as meant.
-
-        `UsageError` for an address of another form, `OSError` when it cannot be resolved or
-        listened on.
         """
-        super().__init__(ProxyEngine(target, listen, seed))
+        super().__init__(self)
         self.seed = seed
-        self.address = self._engine.listener.address
+        self._target, self._places = resolve(target)
+        self._listener = ProxyListener(listen)
+        self.address = self._listener.address
+        self._now = Clock().monotonic
+        self._random = random.Random(f"{seed} proxy")
+        self._counts: Counter[object] = Counter()
+        self._connections: list[ProxiedConnection] = []  # in the order of accepting
+        self._faults: list[Fault] = []  # that are on or may still come, the oldest first
+        self._closed = False
+        self._rounds = 0
+        self._changed = threading.Condition()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         set_forwarded(self.address, True)
-        _open_engines.add(self._engine)
+        _proxies.add(self)
+        # A daemon: a test that forgets close() must not keep its interpreter from ending.
+        self._thread = threading.Thread(target=self._run, name="the chaos proxy", daemon=True)
+        self._thread.start()
 
     def __repr__(self) -> str:
-        names = f"{self.address} -> {self.target}"
-        if self._engine.is_closed:
-            return f"<ChaosProxy {names}: closed>"
-        count = len(self._engine.relays)
-        faults = ", ".join(str(fault) for fault in self.faults) or "no fault"
-        return f"<ChaosProxy {names}: {count} {'connection' if count == 1 else 'connections'}, {faults}>"
+        state = "closed" if self._closed else f"{len(self._connections)} open, {self._faults}"
+        return f"<ChaosProxy {self.address} -> {self.target}: {state}>"
 
     def __enter__(self) -> ChaosProxy:
         return self
@@ -128,54 +125,53 @@ class ChaosProxy(Faults):
         self.close()
 
     def close(self) -> None:
-        """Close all connections and the address; no thread and no descriptor is left.
-
-        May be called twice. `InternalError` when the proxy had failed.
-        """
+        """Close all connections and the address; no thread and no descriptor is left."""
         set_forwarded(self.address, False)
-        self._engine.close()
+        with self._changed:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+                self._closed = True
+        self._thread.join()
 
     def refuse(self) -> Fault:
         """Refuse new connections (`ConnectionRefusedError`), as when no server runs.
 
         The port stays reserved. Connections that are open go on: `reset` them as well for a server
-        that was killed.
+        that was killed. Not for Unix sockets.
         """
-        return self._begin("refusing connections")
+        require(not self._listener.is_unix, "a Unix socket cannot refuse")
+        return self._begin("refuse")
 
     def black_hole(self, *, to: To = "both", accept: bool = True) -> Fault:
         """Let vanish what goes in that direction, as on one connection.
 
-        New connections are accepted by the proxy, and the server hears of them when nothing
-        vanishes in its direction any more. With `accept=False` new connections are not accepted:
-        `connect()` waits, until its own timeout or, after the hole, the kernel's next try (1 s
-        after the first, then 2 s, 4 s, ...).
+        The proxy accepts new connections, and the server hears of them after the hole. With
+        `accept=False`, not for Unix sockets, their packets vanish too: `connect()` waits, until its
+        own timeout or the kernel's next try after the hole (1 s after the first, then 2 s, ...).
         """
-        return self._begin("black hole", to, accept=accept)
+        require(accept or not self._listener.is_unix, "a Unix socket accepts")
+        return self._begin("black_hole", to, accept=accept)
 
     def after_bytes(self, size: int, *, of: To = "both") -> Faults:
         """Plan a fault of each connection by itself, when `size` bytes have passed there.
 
         They are counted to the byte, in the direction `of` ("both": in the two together), from now
-        or from the connection's beginning if that is later.
-
-        `size` 0 is before the first byte: `proxy.after_bytes(0, of="client").reset()` lets a server
-        act on a request, and its answer never arrives.
+        or from the connection's beginning if that is later. `size` 0 is before the first byte:
+        `proxy.after_bytes(0, of="client").reset()` lets a server act on a request, and its answer
+        never arrives.
         """
-        check_at_least("size", size, 0)
-        return Faults(self._engine, size=size, of=directions(of))
+        require(size >= 0, f"size={size!r} is less than 0")
+        directions(of)
+        return Faults(self, size=size, of=of)
 
     def reset_after(self, size: int, *, of: To = "both") -> Fault:
-        """Plan `after_bytes(size).reset()`: every connection lives for that many bytes.
-
-        The receiver gets them all, if it reads what it is sent.
-        """
+        """Plan `after_bytes(size).reset()`: every connection lives for that many bytes."""
         return self.after_bytes(size, of=of).reset()
 
     def reset_every(self, interval: float, *, jitter: float = 0.0) -> Fault:
         """Reset all connections every `interval` seconds, give or take `jitter` (from the seed)."""
-        check_at_least("interval", interval, 0.001)
-        check_jitter(jitter, interval)
+        require(interval >= 0.001, f"interval={interval!r} is less than 0.001")
+        require(0 <= jitter <= interval, f"jitter={jitter!r} is not within {interval!r}")
         return self._begin("reset", every=interval, jitter=jitter)
 
     def heal(self) -> None:
@@ -184,36 +180,35 @@ class ChaosProxy(Faults):
         Connections that have lost bytes, and those that were cut off on one side, are reset; all
         others go on. Returns when that is so.
         """
-        if not self._engine.is_closed:
-            self._engine.heal()
+        if not self._closed:
+            with self._held():
+                self._faults.clear()
+                for connection in self._connections:
+                    if connection._is_severed:
+                        connection._cut(BOTH)
 
     @property
     def target(self) -> str:
         """Address to which new connections are passed on."""
-        return self._engine.target
+        return self._target
 
     @property
     def faults(self) -> tuple[Fault, ...]:
         """Faults that are on or may still come, the oldest first."""
-        return tuple(self._engine.faults)
+        return tuple(self._faults)
 
     @property
     def connections(self) -> tuple[ProxiedConnection, ...]:
-        """Open connections in the order of accepting.
-
-        Every client whose `connect()` has returned is among them, unless none is accepted at the
-        moment (`freeze`, `refuse`, `black_hole(accept=False)`).
-        """
-        if self._engine.is_closed:
+        """Open connections in the order of accepting: of all whose `connect()` has returned."""
+        if self._closed:
             return ()
-        with self._engine.held():
-            return tuple(ProxiedConnection(self._engine, relay) for relay in self._engine.relays)
+        with self._held():
+            return tuple(self._connections)
 
     def connection_of(self, client: socket.socket) -> ProxiedConnection:
         """Return the connection of which this socket is the client's end.
 
-        `UsageError` when there is none (any more), and for a Unix socket, which mostly has no
-        address to know it by.
+        `UsageError` when there is none (any more), and for a Unix socket without a name.
         """
         name = name_of(client.getsockname())
         for connection in self.connections:
@@ -223,38 +218,179 @@ class ChaosProxy(Faults):
 
     def statistics(self) -> ProxyStatistics:
         """Count what was done until now; after `close` until then."""
-        if not self._engine.is_closed:
-            with self._engine.held():
+        if not self._closed:
+            with self._held():
                 pass
-        return self._engine.statistics()
+        return self._count()
 
     def wait_for(
         self, condition: Callable[[ProxyStatistics], object], timeout: float = 30.0
     ) -> ProxyStatistics:
         """Wait until `condition(statistics)` is true, and return those statistics.
 
-        `proxy.wait_for(lambda seen: seen.resets >= 3)`. It is looked at whenever something has
-        happened, and the proxy stands still meanwhile; what it raises is raised here.
-
-        `TimeoutError`, with the statistics, after `timeout` real seconds; `UsageError` when the
-        proxy is closed first.
+        It is looked at whenever something has happened, and the proxy stands still meanwhile; what
+        it raises is raised here. `TimeoutError`, with the statistics, after `timeout` real seconds;
+        `UsageError` when the proxy is closed first.
         """
-        return self._engine.wait_for(condition, timeout)
+        with self._held():
+            pass  # the thread goes round, and so takes care of clients that were accepted here
+        with self._changed:
+            true = self._changed.wait_for(lambda: self._closed or condition(self._count()), timeout)
+            seen = self._count()
+            if not true:
+                raise TimeoutError(f"this did not come true within {timeout:g} s: {seen}")
+            self._require_open()
+        return seen
 
     def retarget(self, target: ProxyAddress) -> None:
         """Pass new connections on to another server from now on; open ones stay."""
-        name, places = resolve(target)
-        with self._engine.held():
-            self._engine.target, self._engine.places = name, places
+        found = resolve(target)
+        with self._held():
+            self._target, self._places = found
+
+    def _require_open(self) -> None:
+        require(not self._closed, "the chaos proxy is closed")
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the proxy for a look or a change, after accepting every client that has connected.
+
+        A change is in effect at the end of the block. `UsageError` when the proxy is closed.
+        """
+        with self._changed:
+            self._require_open()
+            self._accept_all()
+            yield
+            # A descriptor that was closed is closed once the thread does not wait for it.
+            rounds = self._rounds
+            os.eventfd_write(self._wake, 1)
+            self._changed.wait_for(lambda: self._rounds > rounds or self._closed)
+            self._require_open()
+
+    def _add(self, fault: Fault) -> None:
+        """Begin or plan a fault."""
+        with self._held():
+            if fault.every is not None:
+                self._plan(fault, self._now())
+            elif fault.size is not None:
+                for connection in self._connections:
+                    connection._left[fault] = fault.size
+            elif fault.name == "reset":
+                self._reset(fault)
+                return
+            else:
+                fault.times = 1
+            self._faults.append(fault)
+
+    def _end(self, fault: Fault) -> None:
+        """End a fault and what of it is planned."""
+        with self._held():
+            if fault in self._faults:
+                self._faults.remove(fault)
+
+    # All below is called with the lock held.
+
+    def _count(self) -> ProxyStatistics:
+        to_server, to_client = (
+            Traffic(
+                self._counts["passed", way],
+                sum(connection._streams[index].queued for connection in self._connections),
+                self._counts["swallowed", way],
+            )
+            for index, way in enumerate(BOTH)
+        )
+        return ProxyStatistics(
+            self._counts["accepted"],
+            len(self._connections),
+            self._counts["unreached"],
+            self._counts["resets"],
+            to_server,
+            to_client,
+        )
+
+    def _accept_all(self) -> None:
+        while found := self._listener.accept():
+            number = self._counts["accepted"]
+            self._counts["accepted"] += 1
+            self._connections.append(ProxiedConnection(self, number, *found))
+
+    def _plan(self, fault: Fault, last: float) -> None:
+        jitter = self._random.uniform(-fault.jitter, fault.jitter)
+        fault.due = last + (fault.every or 0.0) + jitter
+
+    def _reset(self, fault: Fault) -> None:
+        fault.times += 1
+        for connection in self._connections:
+            if fault.only in (None, connection):
+                connection._cut(fault.ways)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if self._closed:
+                        break
+                    self._step()
+                    poll, patience = self._poll()
+                    self._rounds += 1
+                    self._changed.notify_all()
+                poll.poll(patience)
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+        finally:
+            with self._changed:
+                self._listener.close()
+                self._let_go()
+                self._changed.notify_all()
+
+    def _step(self) -> None:
+        """Move whatever the kernel and the faults in effect let move now."""
+        self._accept_all()
+        for fault in self._faults:
+            if fault.due <= self._now():
+                self._plan(fault, fault.due)
+                self._reset(fault)
+        for connection in self._connections:
+            connection._step()
+        self._connections = [one for one in self._connections if one.is_open]
+        self._faults[:] = [one for one in self._faults if one.only is None or one.only.is_open]
+        self._listener.become(
+            refuses=any(fault.name == "refuse" for fault in self._faults),
+            drops=not all(fault.accept for fault in self._faults),
+        )
+
+    def _poll(self) -> tuple[select.poll, float | None]:
+        """Return what to wait for, and at most how many milliseconds."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if not self._listener.refuses:
+            poll.register(self._listener.socket, select.POLLIN)
+        due = min((fault.due for fault in self._faults), default=math.inf)
+        for connection in self._connections:
+            for fd, mask in connection._watched():
+                poll.register(fd, mask)
+            due = min(due, *(stream.due for stream in connection._streams))
+        return poll, None if due == math.inf else max(0.0, (due - self._now()) * 1000)
+
+    def _let_go(self) -> None:
+        """Close this process's copies of all descriptors."""
+        self._closed = True
+        self._faults.clear()
+        for connection in self._connections:
+            connection._close()
+        self._connections.clear()
+        self._listener.socket.close()
+        os.close(self._wake)
 
 
-_open_engines: weakref.WeakSet[ProxyEngine] = weakref.WeakSet()
+_proxies: weakref.WeakSet[ChaosProxy] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    for engine in list(_open_engines):
-        if not engine.is_closed:
-            engine.forget()
+def _close_in_child() -> None:
+    for proxy in list(_proxies):
+        if not proxy._closed:
+            proxy._changed = threading.Condition()  # somebody may have held the other one
+            proxy._let_go()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

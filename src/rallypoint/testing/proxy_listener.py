@@ -1,10 +1,12 @@
-"""The chaos proxy's listening socket: its address stays reserved, whatever happens there."""
+"""The chaos proxy's listening socket, and the addresses that it understands."""
 
 from __future__ import annotations
 
-import os
+import ctypes
 import socket
-from typing import Literal, TypeAlias
+import struct
+from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from rallypoint.errors import UsageError
@@ -13,124 +15,66 @@ ProxyAddress: TypeAlias = str | tuple[str, int]
 Place: TypeAlias = tuple[int, tuple[str, int] | str]
 """An address family and what `connect` takes."""
 
-ListenerState: TypeAlias = Literal["accepting", "silent", "full", "refusing"]
-
 BACKLOG = 4096
 """Connections that may wait to be accepted: hundreds of clients that start at once get in."""
 
+ATTACH_FILTER, DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
+NO_PACKET = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+"""A filter program for a socket: one instruction, "return 0", which lets no packet in."""
+
 
 class ProxyListener:
-    """A listening socket with four states.
-
-    `accepting`; `silent`: the kernel accepts, the proxy does not; `full`: the kernel's queue is
-    full, so it drops what arrives; `refusing`: no socket listens.
-    """
+    """A listening socket that can refuse connections, or let no packet in, and keeps its port."""
 
     def __init__(self, address: ProxyAddress) -> None:
-        self._family, self._where = resolve(address)[1][0]
-        self._path = ""  # of a Unix socket that this listener has made
-        self._held: socket.socket | None = None
-        self._socket: socket.socket | None = None
-        self._fillers: dict[str, socket.socket] = {}
-        self.state: ListenerState = "accepting"
-        try:
-            if self._family != socket.AF_UNIX:
-                # A second socket has the port also while none listens on it.
-                self._held = self._bound(self._where)
-                self._where = self._held.getsockname()
-            self._listen()
-        except OSError:
-            self.close()
-            raise
-        self.address = name_of(self._where)
-
-    def fileno(self) -> int:
-        """Return the listening socket's descriptor. Not while `refusing`."""
-        assert self._socket is not None
-        return self._socket.fileno()
+        family, where = resolve(address)[1][0]
+        if isinstance(where, tuple) and not where[1]:
+            # A port of the kernel's choice is given up when nothing listens, one by number is not.
+            with socket.socket(family) as chosen:
+                chosen.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                chosen.bind(where)
+                where = chosen.getsockname()
+                self.socket = socket.create_server(where, family=family, backlog=BACKLOG)
+        else:
+            self.socket = socket.create_server(where, family=family, backlog=BACKLOG)
+        self.socket.setblocking(False)
+        no_delay(self.socket)  # the sockets that it accepts inherit this
+        self.address = name_of(self.socket.getsockname())
+        self.is_unix = family == socket.AF_UNIX
+        self.refuses = self._drops = False
 
     def accept(self) -> tuple[socket.socket, str] | None:
         """Return the next client and its name, or None when there is none now."""
-        assert self._socket is not None
-        while True:
+        while not self.refuses:
             try:
-                sock, where = self._socket.accept()
+                sock, where = self.socket.accept()
             except BlockingIOError:
-                return None
+                break
             except ConnectionAbortedError:
                 continue  # it has gone again
-            name = name_of(where)
-            if name not in self._fillers:
-                sock.setblocking(False)
-                no_delay(sock)
-                return sock, name
-            sock.close()
-            self._fillers.pop(name).close()
+            sock.setblocking(False)
+            return sock, name_of(where)
+        return None
 
-    def become(self, state: ListenerState) -> None:
-        """Change the state. The caller has accepted what had arrived."""
-        self.state = state
-        if state == "refusing":
-            self._stop()
-            return
-        if self._socket is None:
-            self._listen()
-        assert self._socket is not None
-        self._socket.listen(0 if state == "full" else BACKLOG)
-        if state == "full":
-            # Linux drops a connection request when more wait than the backlog says: with 0, one.
-            filler = socket.socket(self._family, socket.SOCK_STREAM)
-            filler.setblocking(False)
-            if self._family == socket.AF_UNIX:
-                filler.bind("")  # the kernel chooses a name, by which `accept` knows it again
-            filler.connect_ex(self._where)
-            self._fillers[name_of(filler.getsockname())] = filler
+    def become(self, *, refuses: bool, drops: bool) -> None:
+        """Begin or end to refuse connections, and to drop all packets that arrive."""
+        if refuses and not self.refuses:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        elif self.refuses and not refuses:
+            self.socket.listen(BACKLOG)
+        if drops != self._drops:
+            program = struct.pack("HP", 1, ctypes.addressof(NO_PACKET))
+            option = ATTACH_FILTER if drops else DETACH_FILTER
+            self.socket.setsockopt(socket.SOL_SOCKET, option, program)
+        self.refuses, self._drops = refuses, drops
 
     def close(self) -> None:
-        """Give the address up. May be called twice."""
-        self._stop()
-        if self._held is not None:
-            self._held.close()
-        if self._path:
-            try:
-                os.unlink(self._path)
-            except FileNotFoundError:
-                pass  # removed by someone else
-            self._path = ""
-
-    def forget(self) -> None:
-        """Close this process's copies of the descriptors, in a forked child."""
-        for sock in (self._socket, self._held, *self._fillers.values()):
-            if sock is not None:
-                sock.close()
-
-    def _bound(self, where: tuple[str, int] | str) -> socket.socket:
-        sock = socket.socket(self._family, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
-        except OSError:
-            sock.close()
-            raise
-        return sock
-
-    def _listen(self) -> None:
-        if self._path:
-            os.unlink(self._path)
-        self._socket = self._bound(self._where)
-        self._path = self._where if isinstance(self._where, str) else ""
-        self._socket.listen(BACKLOG)
-
-    def _stop(self) -> None:
-        if self._socket is not None:
-            # A process forked in this moment may hold a copy, which closing would leave listening.
-            self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
-            self._socket = None
-        for filler in self._fillers.values():
-            filler.close()
-        self._fillers.clear()
+        """Give the address up."""
+        if self.is_unix:
+            Path(self.socket.getsockname()).unlink(missing_ok=True)
+        # A process forked in this moment has a copy, which would go on listening.
+        self.become(refuses=True, drops=False)
+        self.socket.close()
 
 
 def resolve(address: ProxyAddress) -> tuple[str, list[Place]]:
@@ -138,27 +82,20 @@ def resolve(address: ProxyAddress) -> tuple[str, list[Place]]:
 
     `UsageError` when it has another form, `OSError` when its name is not known.
     """
-    if isinstance(address, tuple):
-        host, port = address
-    elif address.startswith("unix:///"):
-        return address, [(socket.AF_UNIX, address.removeprefix("unix://"))]
-    else:
-        host, port = _host_and_port(address)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    places = [(family, where) for family, _, _, _, where in found]
-    return name_of((host, port)), places  # type: ignore[return-value]
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError:  # a port that is no number
-        host, port = None, None
-    if host is None or port is None or parts.scheme != "tcp" or parts.path:
-        text = f"{address!r} is no address: tcp://host:port, unix:///path or (host, port)"
-        raise UsageError("usage", text)
-    return host, port
+    if isinstance(address, str):
+        if address.startswith("unix:///"):
+            return address, [(socket.AF_UNIX, address.removeprefix("unix://"))]
+        try:
+            parts = urlsplit(address)
+            host, port = parts.hostname, parts.port
+        except ValueError:  # a port that is no number
+            host, port = None, None
+        if host is None or port is None or parts.scheme != "tcp" or parts.path:
+            text = f"{address!r} is no address: tcp://host:port, unix:///path or (host, port)"
+            raise UsageError("usage", text)
+        address = host, port
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    return name_of(address), [(family, where) for family, _, _, _, where in found]  # type: ignore[misc]
 
 
 def name_of(where: object) -> str:
