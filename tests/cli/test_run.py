@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rallypoint.cli import run
 from rallypoint.host import resolver
 from rallypoint.launcher import plan
+from rallypoint.launcher.agent import console
 from rallypoint.launcher.plan import Options
 from rallypoint.launcher.program import Program
 
@@ -18,6 +20,26 @@ pytestmark = pytest.mark.usefixtures("folder")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_wrong_option_is_shown_whole_by_node_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], node: int
+) -> None:
+    monkeypatch.setattr(run, "NODE_0_FIRST", 0.01)
+    monkeypatch.setattr(console, "shares_screen", lambda: True)  # capfd's is a file
+    numbers = {"PMI_SIZE": 2, "PMI_RANK": node, "MPI_LOCALRANKID": node, "MPI_LOCALNRANKS": 2}
+    for name, value in numbers.items():
+        monkeypatch.setenv(name, str(value))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        assert run.main(["--no-such-option", "train.py"]) == 2
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    said = capfd.readouterr().err
+    assert said.startswith("error[option-unknown]" if node == 0 else "rallypoint: node 1 ")
+    assert "--no-such-option" in said
+    assert node == 0 or said.count("\n") == 1
 
 
 # --- facts

@@ -253,6 +253,15 @@ def test_a_launcher_that_is_gone_is_an_error_at_once(step: str) -> None:
     assert step in error.value.headline
 
 
+def test_a_second_program_of_a_task_is_told_that_pmi_can_be_used_once() -> None:
+    with pytest.raises(UsageError) as error:
+        shared("text", "init", "close")
+    assert pmi.ONCE in error.value.why
+    with pytest.raises(UsageError) as error:
+        shared("text", "get_maxes", "close")
+    assert pmi.ONCE not in error.value.why
+
+
 def test_a_refusal_by_the_launcher_is_an_error() -> None:
     with pytest.raises(UsageError, match="put"):
         shared("text", "put", "put_result rc=-1 msg=no_room")
@@ -346,6 +355,15 @@ def test_one_task_for_each_rank(mpi: Mpi, tmp_path: Path) -> None:
     assert {rank["LOCAL_WORLD_SIZE"] for rank in ranks} == {"2"}
     assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
     assert places(mpi) == []
+
+
+@pytest.mark.nodes
+def test_a_wrong_option_is_one_error_on_one_screen(mpi: Mpi) -> None:
+    """Each of 64 tasks showed it. Open MPI ends the others when the first one has failed."""
+    job = mpi.start(*RUN, "--no-such-option", "train.py", tasks=2)
+    assert job.wait() == 2, job.output()
+    assert errors(job) == ["option-unknown"], job.output()
+    assert len(re.findall("node [123] .*--no-such-option", job.output())) <= 3
 
 
 @pytest.mark.nodes

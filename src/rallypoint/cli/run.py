@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from rallypoint.cli.args import CommandLine
     from rallypoint.launcher.plan import Machine, Options, Plan
 
+NODE_0_FIRST = 2.0
+"""Seconds in which node 0 shows what is wrong with the command line of all nodes. Open MPI ends the
+other tasks once one of them has failed.
+"""
+
 RESOLVE_TIMEOUT = 2.0
 """Seconds for a name given with --master-addr: one that is not answered for is not known to be this
 machine's.
@@ -32,7 +37,12 @@ def main(argv: list[str]) -> int:
 
     def act(line: CommandLine) -> int:
         try:
-            wanted = run_options.read(line, lambda: detect(os.environ))
+            try:
+                wanted = run_options.read(line, lambda: detect(os.environ))
+            except UsageError as error:
+                if not _is_told_by_node_0(error, os.environ):
+                    raise
+                return exits.USAGE
             return start(wanted, os.environ, line.typed)
         except RallypointError as error:
             from rallypoint.diagnosis import render
@@ -41,6 +51,23 @@ def main(argv: list[str]) -> int:
             raise
 
     return args.invoke(commands.RUN, argv, act, os.environ)
+
+
+def _is_told_by_node_0(error: UsageError, environ: Mapping[str, str]) -> bool:
+    """Return whether node 0 shows this error on the screen of this node: here a line says it, unless
+    the cluster ends this process before.
+    """
+    from rallypoint.diagnosis import render
+    from rallypoint.launcher.agent.console import shares_screen
+
+    cluster = detect(environ)
+    if cluster is None or not (cluster.one_screen and cluster.node and shares_screen()):
+        return False
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if signal.sigtimedwait({signal.SIGTERM}, NODE_0_FIRST) is None:
+        line = render.in_one_line(render.report_of(error), cluster.node, os.uname().nodename)
+        write_err(f"rallypoint: {line}\n")
+    return True
 
 
 def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()) -> int:

@@ -167,12 +167,12 @@ def _bound(files: Files) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def not_answered(step: str, why: str) -> UsageError:
+def not_answered(step: str, *why: str) -> UsageError:
     """Return the error for an exchange that cannot go on."""
     return UsageError(
         "cluster-unclear",
         f"node 0 cannot tell the others where it is: {step}",
-        why=(why,) if why else (),
+        why=why,
         help=(_HELP["rank"],),
     )
 

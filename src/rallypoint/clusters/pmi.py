@@ -11,6 +11,9 @@ from collections.abc import Mapping
 
 from rallypoint.clusters.mpi import not_all_came, not_answered
 
+ONCE = "a task has it once: an earlier program of this task may have used it"
+"""Reason for which the socket is closed on the launcher's side, as a rule."""
+
 ANSWER_TIMEOUT = 10.0
 """Seconds for an answer of the launcher's process on this host: one takes a millisecond."""
 
@@ -39,15 +42,18 @@ def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
             try:
                 talk.sendall(f"cmd={line}\n".encode())
                 answer = lines.readline().decode("utf-8", "replace")
+                if not answer:
+                    raise BrokenPipeError("it has closed the connection")
             except TimeoutError:
                 if line == "barrier_in":
                     raise not_all_came(patience) from None
                 raise not_answered(step, f"within {patience:g} s") from None
             except OSError as error:
-                raise not_answered(step, str(error)) from None
+                once = [ONCE] if reply == "response_to_init" else []
+                raise not_answered(step, str(error), *once) from None
             found = dict(part.partition("=")[::2] for part in answer.split())
             if found.get("cmd") != reply or found.get("rc", "0") != "0":
-                raise not_answered(step, answer.strip() or "it has closed the connection")
+                raise not_answered(step, answer.strip())
             return found
 
         ask("init pmi_version=1 pmi_subversion=1", "response_to_init")

@@ -75,10 +75,10 @@ def _follow(reading: int, timeout: float) -> str:
         if not poll.poll(patience * 1000):
             if step == "PMIx_Fence":
                 raise not_all_came(patience)
-            raise not_answered(f"{step} took longer than {patience:g} s", "")
+            raise not_answered(f"{step} took longer than {patience:g} s")
         got = os.read(reading, 1 << 16)
         if not got:
-            raise not_answered(f"{step} has ended the process that called it", "")
+            raise not_answered(f"{step} has ended the process that called it")
         *lines, rest = (rest + got).split(b"\n")
         for line in lines:
             kind, word = line.decode().split("\t")
