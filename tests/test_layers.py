@@ -62,7 +62,7 @@ PURE = (
     "diagnosis/log_consequences.py", "diagnosis/confidence.py",
      "diagnosis/tracebacks.py",
     "diagnosis/init_method.py", "diagnosis/rendezvous_mismatch.py", "diagnosis/render.py",
-    "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py",
+    "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py", "launcher/dry_run.py",
     "launcher/agent/supervisor.py", "launcher/exits.py", "launcher/restarts.py",
     "launcher/nodes/messages.py", "launcher/nodes/joining.py", "launcher/nodes/refusals.py",
     "launcher/nodes/all_ranks.py", "launcher/nodes/all_standings.py", "launcher/nodes/lead.py",

@@ -12,6 +12,7 @@ from rallypoint.clusters.cluster import Cluster
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Build, Device, Look
 from rallypoint.launcher import plan as plans
+from rallypoint.launcher.dry_run import describe
 from rallypoint.launcher.plan import (
     OLDEST_TORCH,
     Machine,
@@ -19,7 +20,6 @@ from rallypoint.launcher.plan import (
     Options,
     Plan,
     alone,
-    describe,
     make,
     variables_of,
 )

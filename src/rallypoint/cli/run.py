@@ -116,8 +116,9 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     )
     if wanted.dry_run:
         from rallypoint.diagnosis.render import printable
+        from rallypoint.launcher import dry_run
 
-        write_out(printable(plan.describe(made)))
+        write_out(printable(dry_run.describe(made)))
         return 0
     from rallypoint.launcher.agent import agent
 
