@@ -15,6 +15,7 @@ import pkgutil
 import re
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,14 +73,24 @@ def _at_the_start(pattern: Pattern) -> Pattern:
     return re.compile(rf"\A(?:{pattern.pattern})", pattern.flags)
 
 
+@cache
+def _nodes() -> list[tuple[str, ast.Attribute | ast.Call]]:
+    """File, and attribute or call, of the whole package: every worker of a suite reads it."""
+    return [
+        (str(file.relative_to(SOURCE)), node)
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute | ast.Call)
+    ]
+
+
 def _only_matched() -> set[str]:
     """Names of patterns that are tried at the start of a text alone."""
     calls: dict[str, set[str]] = {}
-    for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
-                name = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-                calls.setdefault(f"{file.relative_to(SOURCE)}:{name}", set()).add(node.attr)
+    for path, node in _nodes():
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            name = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            calls.setdefault(f"{path}:{name}", set()).add(node.attr)
     return {name for name, methods in calls.items() if methods <= {"match", "fullmatch", "pattern"}}
 
 
@@ -107,27 +118,23 @@ def _of_calls() -> Iterator[tuple[str, str, Pattern]]:
     """Patterns that are given to a function of `re` where they are used, `re.search(r"...", text)`:
     file, function, pattern.
     """
-    for file in SOURCE.rglob("*.py"):
-        path = str(file.relative_to(SOURCE))
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
-            ):
-                continue
-            if not (
-                isinstance(node.func.value, ast.Name)
-                and node.func.value.id == "re"
-                and isinstance(node.args[0], ast.Constant)
-            ):
-                continue
-            if not isinstance(node.args[0].value, str | bytes):
-                continue
-            words = [part.attr for one in (*node.args[1:], *(k.value for k in node.keywords)) for part in ast.walk(one)
-                     if isinstance(part, ast.Attribute) and part.attr.isupper()]  # fmt: skip
-            flags = re.NOFLAG
-            for word in words:
-                flags |= getattr(re, word)
-            yield path, node.func.attr, re.compile(node.args[0].value, flags)
+    for path, node in _nodes():
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+            continue
+        if not (
+            isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "re"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            continue
+        if not isinstance(node.args[0].value, str | bytes):
+            continue
+        words = [part.attr for one in (*node.args[1:], *(k.value for k in node.keywords)) for part in ast.walk(one)
+                 if isinstance(part, ast.Attribute) and part.attr.isupper()]  # fmt: skip
+        flags = re.NOFLAG
+        for word in words:
+            flags |= getattr(re, word)
+        yield path, node.func.attr, re.compile(node.args[0].value, flags)
 
 
 def _patterns() -> list[tuple[str, Pattern]]:
