@@ -34,6 +34,12 @@ def _run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
+def _explained(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """The same without a process: what is asked for in words needs neither stdin nor a terminal."""
+    status = explain.main([*words])
+    return status, *capsys.readouterr()
+
+
 def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["rank-killed"]) == 0
     shown = capsys.readouterr().out
@@ -372,11 +378,13 @@ CLASSICS = (
 
 
 @pytest.mark.parametrize("line", CLASSICS)
-def test_a_classic_line_alone_is_told_its_few_causes(line: str) -> None:
+def test_a_classic_line_alone_is_told_its_few_causes(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever pasted the one line that they had was told that its cause is not known, and to look
     at other logs.
     """
-    status, out, _ = _run("--error-format", "json", line)
+    status, out, _ = _explained(capsys, "--error-format", "json", line)
     report = json.loads(out)["reports"][0]
     assert (status, report["code"]) == (1, "cause-unknown")
     assert len(report["evidence"]) >= 2
@@ -402,8 +410,10 @@ def test_a_classic_line_alone_is_told_its_few_causes(line: str) -> None:
         ("KeyError: 'LOCAL_RANK'", "rank-raised"),
     ],
 )
-def test_a_line_that_names_its_cause_is_told_what_to_do(line: str, code: str) -> None:
-    status, out, _ = _run("--error-format", "json", line)
+def test_a_line_that_names_its_cause_is_told_what_to_do(
+    line: str, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = _explained(capsys, "--error-format", "json", line)
     report = json.loads(out)["reports"][0]
     assert (status, report["code"]) == (0, code)
     assert report["help"][0]["command"]
@@ -413,30 +423,38 @@ def test_a_line_that_names_its_cause_is_told_what_to_do(line: str, code: str) ->
     ("module", "command"),
     [("sklearn.svm", "-m pip install scikit-learn"), ("cv2", "-m pip install opencv-python")],
 )
-def test_a_module_is_installed_by_the_name_of_its_package(module: str, command: str) -> None:
+def test_a_module_is_installed_by_the_name_of_its_package(
+    module: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`pip install sklearn` was advised: a decoy, whose installation fails on purpose."""
-    _, out, _ = _run("--error-format", "json", f"ModuleNotFoundError: No module named '{module}'")
+    _, out, _ = _explained(
+        capsys, "--error-format", "json", f"ModuleNotFoundError: No module named '{module}'"
+    )
     assert any(command in help["command"] for help in json.loads(out)["reports"][0]["help"])
 
 
-def test_no_package_is_guessed_from_the_name_of_an_import() -> None:
-    _, out, _ = _run("--error-format", "json", "ModuleNotFoundError: No module named 'mylib'")
+def test_no_package_is_guessed_from_the_name_of_an_import(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = _explained(
+        capsys, "--error-format", "json", "ModuleNotFoundError: No module named 'mylib'"
+    )
     assert not any(
         "pip install" in help["command"] for help in json.loads(out)["reports"][0]["help"]
     )
 
 
 @pytest.mark.parametrize("word", ["137", "-9", "143", "139", "134", "SIGBUS", "sigsegv", "3"])
-def test_an_exit_status_has_a_page(word: str) -> None:
+def test_an_exit_status_has_a_page(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The right answer was dressed as an error of usage: "there is no code and no file 137"."""
-    status, out, err = _run(word)
+    status, out, err = _explained(capsys, word)
     assert (status, err) == (0, "")
     assert out.startswith(f"{word}: ")
     assert "# rank-" in out
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_has_a_page(question: str) -> None:
-    status, out, _ = _run(question)
+def test_a_question_has_a_page(question: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = _explained(capsys, question)
     assert status == 0
     assert out.startswith("# ")

@@ -151,11 +151,17 @@ def test_a_signal_to_every_process_of_the_job_leaves_handlers_their_grace(tmp_pa
     assert "rank 0 has saved" in result.out
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_stranger_is_not_signalled(tmp_path: Path) -> None:
     """A process of the same user, in no session of the job and without its marker, lives on."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import subprocess\nsubprocess.Popen(['sleep', '1002'], start_new_session=True)\n"
+        "raise ValueError('boom')\n"
+    )
     with subprocess.Popen(["sleep", "1004"], start_new_session=True) as stranger:
-        result = run_job(["-n", "2", "family.py", "raise"], state=tmp_path)
-        assert result.rc == 1
+        result = run_job(["-n", "2", program], state=tmp_path)
+        assert result.rc == 1, result.everything
         assert stranger.poll() is None
         stranger.kill()
 
@@ -261,8 +267,10 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
     assert sorted(killed) == [1, 2]  # their handlers cannot run: they stand inside torch
 
 
-@pytest.mark.parametrize("call", ["sync", "async", "ddp"])
-@pytest.mark.parametrize("how", ["flag", "interrupt"])
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [("flag", "async"), ("interrupt", "sync"), ("flag", "ddp"), ("interrupt", "ddp")],
+)
 def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
     tmp_path: Path, how: str, call: str
 ) -> None:
@@ -349,9 +357,17 @@ def test_a_stopped_rank_is_no_obstacle(tmp_path: Path) -> None:
     assert result.seconds < 60
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
 def test_other_signals_stop_the_job_with_their_number(tmp_path: Path, name: str) -> None:
-    result = interrupted(tmp_path, "plain", signal.Signals[name])
+    program = tmp_path / "train.py"
+    program.write_text("import time\nprint('is up', flush=True)\ntime.sleep(1000)\n")
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        process.send_signal(signal.Signals[name])
+
+    result = run_job(["-n", "2", program], state=tmp_path, act=act)
     assert result.rc == 128 + signal.Signals[name]
     assert f"the job was stopped by {name}" in result.err
 

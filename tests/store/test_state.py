@@ -749,7 +749,6 @@ def test_ten_thousand_at_one_barrier_one_key_and_one_lock() -> None:
 
 
 def crowd(many: int) -> None:
-    many = 10_000
     store = Store(m.Limits(2**40, 2**40, 4096, 10**6, many, 4 * many))
     sessions = []
     for n in range(many):
