@@ -149,7 +149,7 @@ class SimulatedNode:
             self.say(messages.Over(self.number, well=True))
             self.state = "over"
 
-    def fail(self, because: str, *, sure: bool = True, signal: str = "") -> None:
+    def fail(self, because: str, *, signal: str = "") -> None:
         """Judge by itself, or take another signal."""
         if self.state == "running":
             self.cluster.trouble(self, because)
@@ -157,10 +157,10 @@ class SimulatedNode:
         elif not signal or self.state in ("away", "absent", "joining", "left"):
             return
         self._signal = self._signal or signal
-        self.say(messages.Failing(self.number, because, sure, signal))
+        self.say(messages.Failing(self.number, because, signal))
 
     def lose_a_peer(self, _: int) -> None:
-        self.fail("a peer closed its connection", sure=False)
+        self.fail("a peer closed its connection")
 
     def _judge(self, because: str, signal: str) -> None:
         if not because:

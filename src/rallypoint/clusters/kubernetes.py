@@ -44,14 +44,13 @@ def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
 
 def _job(
     kind: str,
-    nodes: int | None,
-    node: int | None,
+    told: _Numbers,
     host: str,
     *,
-    job: str = "",
-    because: tuple[str, ...],
-    unclear: list[Unclear],
+    node: int | None,
+    nodes: int | None = None,
     slots: int | None = None,
+    job: str = "",
 ) -> Cluster:
     return Cluster(
         name="Kubernetes",
@@ -61,8 +60,8 @@ def _job(
         host=host,
         own_homes=True,
         job=job or host,  # no variable has another name that all pods of the job know
-        because=(kind, *because),
-        unclear=tuple(unclear),
+        because=(kind, *told.because),
+        unclear=tuple(told.unclear),
         secret_help=SECRET_HELP,
     )
 
@@ -86,14 +85,7 @@ def _leader_worker_set(environ: Mapping[str, str], files: Files) -> Cluster | No
         told.because.append(f"node 0 is {leader}, from LWS_LEADER_ADDRESS")
     else:
         told.miss("LWS_LEADER_ADDRESS", _PLACE)
-    return _job(
-        "a pod of a LeaderWorkerSet",
-        nodes,
-        node,
-        leader,
-        because=tuple(told.because),
-        unclear=told.unclear,
-    )
+    return _job("a pod of a LeaderWorkerSet", told, leader, nodes=nodes, node=node)
 
 
 def _place_behind(leader: str, host: str) -> int | None:
@@ -125,15 +117,7 @@ def _pytorch_job(environ: Mapping[str, str], files: Files) -> Cluster | None:
         told.because.append(f"node 0 is {host}, from MASTER_ADDR={environ['MASTER_ADDR']}")
     elif nodes != 1:
         told.miss("MASTER_ADDR", _PLACE)
-    return _job(
-        "a pod of a PyTorchJob",
-        nodes,
-        node,
-        host,
-        because=tuple(told.because),
-        unclear=told.unclear,
-        slots=slots,
-    )
+    return _job("a pod of a PyTorchJob", told, host, nodes=nodes, node=node, slots=slots)
 
 
 def _sizes(environ: Mapping[str, str], told: _Numbers) -> tuple[int | None, int | None]:
@@ -185,8 +169,7 @@ def _numbered_pod(environ: Mapping[str, str], files: Files) -> Cluster | None:
     else:
         host = f"{stem}-0.{domain}"
         told.because.append(f"node 0 is {host}, after the name of this pod")
-    because = tuple(told.because)
-    return _job(kind, None, node, host, job=given or "", because=because, unclear=told.unclear)
+    return _job(kind, told, host, job=given or "", node=node)
 
 
 def _domain(pod: str, hosts: str) -> str:

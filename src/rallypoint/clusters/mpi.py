@@ -38,20 +38,15 @@ _HYDRA = {
     "local_rank": "MPI_LOCALRANKID",
     "local_size": "MPI_LOCALNRANKS",
 }
+_PLACE = "rdzv_endpoint", ("say where node 0 is, the same in each task", FLAGS)
+_RANKS = "nproc_per_node", ("say how many ranks this task has", "-n 1")
 _FILLED_BY = {
-    "size": ("nnodes",),
-    "rank": ("rdzv_endpoint",),
-    "local_rank": ("nproc_per_node",),
-    "local_size": ("nproc_per_node",),
+    "size": ("nnodes", ("say how many tasks there are", "--nnodes 2")),
+    "rank": _PLACE,
+    "local_rank": _RANKS,
+    "local_size": _RANKS,
 }
-"""Options with which a job starts although a variable is missing."""
-
-_HELP = {
-    "size": ("say how many tasks there are", "--nnodes 2"),
-    "rank": ("say where node 0 is, the same in each task", FLAGS),
-    "local_rank": ("say how many ranks this task has", "-n 1"),
-    "local_size": ("say how many ranks this task has", "-n 1"),
-}
+"""Options with which a job starts although a variable is missing, with the help that says so."""
 
 
 def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
@@ -83,12 +78,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Cluster:
         said = f"node 0 is told by the folder {folder}, from OMPI_MCA_orte_hnp_uri"
         return _replaced(cluster, folder=folder, job=job, because=said)
     missing = "PMIX_NAMESPACE" if major.isdecimal() else "PMIX_VERSION"
-    gap = Unclear(
-        ("rdzv_endpoint",),
-        f"{missing} is not set in a task of Open MPI's: node 0 cannot tell the others where it is",
-        help=(_HELP["rank"],),
-    )
-    return _replaced(cluster, unclear=(*cluster.unclear, gap))
+    return _without_exchange(cluster, missing)
 
 
 def _hydra(environ: Mapping[str, str], files: Files) -> Cluster:
@@ -104,12 +94,17 @@ def _hydra(environ: Mapping[str, str], files: Files) -> Cluster:
         return _replaced(
             cluster, exchange="pmi", because=f"node 0 is told by PMI, from PMI_FD={fd}"
         )
-    gap = Unclear(
-        ("rdzv_endpoint",),
-        f"PMI_FD is not set in a task of {name}'s: node 0 cannot tell the others where it is",
-        help=(_HELP["rank"],),
-    )
-    return _replaced(cluster, unclear=(*cluster.unclear, gap))
+    return _without_exchange(cluster, "PMI_FD")
+
+
+def _without_exchange(cluster: Cluster, missing: str) -> Cluster:
+    said = f"{missing} is not set in a task of {cluster.name}'s: node 0 cannot tell the others where it is"
+    return _replaced(cluster, unclear=(*cluster.unclear, _gap(_PLACE, said)))
+
+
+def _gap(filled_by: tuple[str, tuple[str, str]], headline: str) -> Unclear:
+    flag, help = filled_by
+    return Unclear((flag,), headline, help=(help,))
 
 
 def _tasks(name: str, names: Mapping[str, str], environ: Mapping[str, str]) -> Cluster:
@@ -122,7 +117,7 @@ def _tasks(name: str, names: Mapping[str, str], environ: Mapping[str, str]) -> C
             told[key] = int(text)
             continue
         what = f"is {text!r}, and no number" if text else f"is not set in a task of {name}'s"
-        unclear.append(Unclear(_FILLED_BY[key], f"{variable} {what}", help=(_HELP[key],)))
+        unclear.append(_gap(_FILLED_BY[key], f"{variable} {what}"))
     local = None
     if "local_rank" in told and told.get("local_size", 1) > 1:
         local = (told["local_rank"], told["local_size"])
@@ -173,7 +168,7 @@ def not_answered(step: str, *why: str) -> UsageError:
         "cluster-unclear",
         f"node 0 cannot tell the others where it is: {step}",
         why=why,
-        help=(_HELP["rank"],),
+        help=_PLACE[1:],
     )
 
 

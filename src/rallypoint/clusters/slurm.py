@@ -9,9 +9,12 @@ slurmstepd, has the step in its title.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from rallypoint.clusters.cluster import Cluster, Files, Unclear
+
+Item = TypeVar("Item")
 
 PORTS = 16
 """Ports that node 0 tries: jobs of one host have them from their numbers, and may overlap."""
@@ -139,10 +142,14 @@ def _step_above(files: Files) -> str | None:
 
 def _step_of(environ: Mapping[str, str]) -> str:
     """Return the same from the variables, which may be those of an outer step."""
-    if step := environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", ""):
+    if step := _number_of_step(environ):
         return _NO_SRUN.get(step, step)
     by_slurmd = any(name in environ for name in ("SLURMD_NODENAME", "SLURM_NODEID"))
     return "batch" if by_slurmd else ""  # salloc sets neither
+
+
+def _number_of_step(environ: Mapping[str, str]) -> str:
+    return environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
 
 
 class _Variables:
@@ -164,23 +171,18 @@ class _Variables:
             self.wrong(f"{name} is not set in this step of Slurm's", flags)
         return None
 
-    def hosts(self, name: str) -> list[str]:
-        """Return the hosts of a list; [] when it is not set, or wrong."""
+    def listed(self, name: str, read: Callable[[str], list[Item]], what: str) -> list[Item]:
+        """Return the items of a list; [] when it is not set, or wrong."""
         text = self.environ.get(name, "")
         try:
-            return hosts(text) if text else []
+            return read(text) if text else []
         except ValueError as error:
-            self.wrong(f"{name}={text} is not a host list: {error}")
+            self.wrong(f"{name}={text} is not a {what}: {error}")
             return []
 
-    def counts(self, name: str) -> list[int]:
-        """Return the tasks of each node; [] when they are not told, or wrong."""
-        text = self.environ.get(name, "")
-        try:
-            return counts(text) if text else []
-        except ValueError as error:
-            self.wrong(f"{name}={text} is not a list of tasks: {error}")
-            return []
+    def hosts(self, name: str) -> list[str]:
+        """Return the hosts of a list."""
+        return self.listed(name, hosts, "host list")
 
     def same(self, name: str, number: int | None, other: str, found: int) -> int | None:
         """Return a number that two variables tell, either of which may be missing (None, 0)."""
@@ -270,7 +272,7 @@ def _step(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
     """Return the facts of a step: a launcher on each node, or one for each rank."""
     told = _Variables(environ)
     names = told.hosts("SLURM_STEP_NODELIST")
-    each = told.counts("SLURM_STEP_TASKS_PER_NODE")
+    each = told.listed("SLURM_STEP_TASKS_PER_NODE", counts, "list of tasks")
     nodes = told.same(
         "SLURM_STEP_NUM_NODES", told.number("SLURM_STEP_NUM_NODES"),
         "SLURM_STEP_NODELIST", len(names),
@@ -301,7 +303,7 @@ def _step(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
         because.append(f"node 0 is told by PMI, from PMI_FD={pmi}")
     if nodes != 1 and not names and not exchange:
         told.wrong("SLURM_STEP_NODELIST is not set in this step of Slurm's", ("rdzv_endpoint",))
-    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
+    step = _number_of_step(environ)
     return Cluster(
         name="Slurm",
         nodes=nodes,

@@ -326,7 +326,7 @@ def needed_secret(
     one with."""
     if path:
         return secret_from_file(path)
-    make = "(umask 077 && head -c 32 /dev/urandom | base64 > ~/rallypoint-secret)"
+    make = _MAKE.format("~/rallypoint-secret")
     raise UsageError(
         "secret-missing",
         missing,
@@ -372,11 +372,6 @@ def checked_secret(secret: bytes | str, name: str = "the secret") -> bytes:
         raise UsageError(
             "secret-too-short",
             f"{name} has {len(data)} bytes, and at least {SHORTEST_SECRET} are needed",
-            help=(
-                (
-                    "make one that cannot be guessed",
-                    "(umask 077 && head -c 32 /dev/urandom | base64 > secret)",
-                ),
-            ),
+            help=(("make one that cannot be guessed", _MAKE.format("secret")),),
         )
     return data

@@ -149,9 +149,9 @@ def test_a_failure_on_one_node_is_judged_on_all() -> None:
 def test_failures_of_several_nodes_are_one_judgement() -> None:
     play = Play()
     play.judging()
-    assert play.at(5.01, Failing(2, "rank 4 lost a peer", sure=False)) == []
+    assert play.at(5.01, Failing(2, "rank 4 lost a peer")) == []
     play.at(5.2, *(evidence(node) for node in range(3)))
-    play.at(5.3, diagnosed(1), Failing(0, "rank 0 lost a peer", sure=False))
+    play.at(5.3, diagnosed(1), Failing(0, "rank 0 lost a peer"))
     assert len(play.of(Judge)) == len(play.of(Diagnose)) == len(play.of(Sentence)) == 1
 
 

@@ -355,9 +355,7 @@ class OtherNodes:
         """
         if signal or not self._is_told:
             self._is_told = True
-            job = self._job
-            sure = bool(signal) or job.supervisor.is_sure
-            self._membership.send(Failing(job.seat.node, because, sure, signal))
+            self._membership.send(Failing(self._job.seat.node, because, signal))
 
     def over(self, well: bool) -> None:
         """Tell the lead that every rank of the attempt has ended here. It is the last word of this

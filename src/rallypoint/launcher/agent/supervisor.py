@@ -735,11 +735,6 @@ class Supervisor:
         return self.all_wait if self._alone else self._in_vain
 
     @property
-    def is_sure(self) -> bool:
-        """Whether a failure has been seen that is no consequence of another one."""
-        return self._sure
-
-    @property
     def all_wait(self) -> bool:
         """Whether every living rank here was seen to wait, in look after look."""
         return self._vain >= VAIN_LOOKS

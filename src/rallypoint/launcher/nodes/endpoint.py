@@ -273,41 +273,36 @@ def places(nodes: Nodes) -> list[tuple[str, int]]:
 
 def not_let_in(nodes: Nodes, error: StoreUnreachable) -> RallypointError:
     """Return a refusal by the lead's store in the words of a job on several nodes."""
-    if error.code == "wrong-secret":
-        file = nodes.secret_file
-        own = file == secret_source.key_path(os.environ)
-        shared = "the home folder may not be shared: each node has a key file of its own then"
-        other = ("or name a file that is the same on all nodes", "rallypoint run --secret-file ...")
-        return UsageError(
-            "wrong-secret",
-            f"the lead of the job has another secret than {file or 'that'} of this node",
-            why=(error.headline, *([shared] if own else [])),
-            help=(("copy node 0's file to this node", ""), *([other] if own else [])),
-        )
-    if error.code == "wrong-job":
-        return UsageError(
-            "wrong-job",
-            "another job is at this endpoint: its nodes were started with another --rdzv-id",
-            why=(error.headline,),
-            help=(("give each job an endpoint of its own", "--rdzv-endpoint node0:29401"),),
-        )
-    if error.code == "tls-mismatch":
-        without = "this node was started with --tls, and the lead of the job was not"
-        with_it = "the lead of the job was started with --tls, and this node was not"
-        return UsageError(
-            "tls-mismatch",
-            without if nodes.tls else with_it,
-            why=(error.headline,),
-            help=(("start all nodes with the same options", ""),),
-        )
-    if error.code == "tls-intercepted":
-        return EnvironmentProblem(
-            "tls-intercepted",
-            "something between this node and the lead of the job opens the connection and reads it",
-            why=(error.headline,),
-            help=error.help,
-        )
-    return EnvironmentProblem(error.code, error.headline, why=error.why, help=error.help)
+    kind: type[RallypointError] = UsageError
+    why: tuple[str, ...] = (error.headline,)
+    help = error.help
+    match error.code:
+        case "wrong-secret":
+            file = nodes.secret_file
+            headline = f"the lead of the job has another secret than {file or 'that'} of this node"
+            help = (("copy node 0's file to this node", ""),)
+            if file == secret_source.key_path(os.environ):
+                why += (
+                    "the home folder may not be shared: each node has a key file of its own then",
+                )
+                same = "or name a file that is the same on all nodes"
+                help += ((same, "rallypoint run --secret-file ..."),)
+        case "wrong-job":
+            headline = (
+                "another job is at this endpoint: its nodes were started with another --rdzv-id"
+            )
+            help = (("give each job an endpoint of its own", "--rdzv-endpoint node0:29401"),)
+        case "tls-mismatch":
+            here, there = "this node", "the lead of the job"
+            has, lacks = (here, there) if nodes.tls else (there, here)
+            headline = f"{has} was started with --tls, and {lacks} was not"
+            help = (("start all nodes with the same options", ""),)
+        case "tls-intercepted":
+            kind = EnvironmentProblem
+            headline = "something between this node and the lead of the job opens the connection and reads it"
+        case _:
+            kind, headline, why = EnvironmentProblem, error.headline, error.why
+    return kind(error.code, headline, why=why, help=help)
 
 
 def lead_not_reached(

@@ -97,7 +97,6 @@ class Applicant(NodeMessage):
     reached: str = ""  # numeric address of the lead by which it came
     addresses: tuple[str, ...] = ()  # its own, the one that others most likely reach first
     offers: Offers | None = None  # of a node that may become node 0
-    sent: float = 0.0  # by the wall clock of its machine
 
 
 class Reachable(NodeMessage):
@@ -121,7 +120,6 @@ class Failing(NodeMessage):
 
     node: int
     because: str
-    sure: bool = True
     signal: str = ""
 
 
