@@ -1,5 +1,5 @@
 """The soak of a job on several nodes without any node: the pure cores under one clock that a seed
-moves (`bench.simulated_cluster`), very often, and once with thousands of nodes.
+moves (`rallypoint.testing.cluster`), very often, and once with thousands of nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench.harness import ROOT, environment
 from bench.outcome import Outcome
-from bench.simulated_cluster import SimulatedCluster
 from bench.store_soak import written
+from rallypoint.testing.cluster import SimulatedCluster
 
 SIZES = ((1_000, 8), (10_000, 1), (10_000, 8))
 """Nodes, and ranks on each, of the jobs that are measured."""

@@ -77,7 +77,7 @@ RIDDLES = re.compile(
 )
 PERSONS = re.compile(r"\b(he|his|him|himself|who|whom|whose)\b", re.IGNORECASE)
 
-SAME_STEM = {"clock", "gloo"}
+SAME_STEM = {"clock", "cluster", "gloo"}
 """File names that are there twice and not yet given up."""
 
 SAME_CLASS = {

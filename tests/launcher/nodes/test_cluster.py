@@ -6,13 +6,13 @@ from collections import Counter
 from typing import Any, TypeGuard
 
 import pytest
-from bench.simulated_cluster import SimulatedCluster
 from msgspec.structs import replace
 
 from rallypoint.launcher.nodes.decisions import TellAll
 from rallypoint.launcher.nodes.joining import Form, Joining
 from rallypoint.launcher.nodes.lead import Diagnose, Lead, Lost
 from rallypoint.launcher.nodes.messages import Dismissed, Judge, Sentence
+from rallypoint.testing.cluster import SimulatedCluster
 
 SEEDS = 300
 

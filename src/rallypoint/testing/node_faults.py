@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from bench.simulated_cluster import SimulatedCluster
-    from bench.simulated_node import SimulatedNode
+    from rallypoint.testing.cluster import SimulatedCluster
+    from rallypoint.testing.simulated_node import SimulatedNode
 
 TTL = 2.0
 """Seconds without a sign of life after which a node's session is over."""

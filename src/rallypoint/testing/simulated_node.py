@@ -15,7 +15,7 @@ from rallypoint.launcher.nodes.messages import Applicant, NodeMessage, RankView
 from rallypoint.world import Seat
 
 if TYPE_CHECKING:
-    from bench.simulated_cluster import SimulatedCluster
+    from rallypoint.testing.cluster import SimulatedCluster
 
 SENTENCE_PATIENCE = 3.0
 """Seconds that a node waits for the sentence once it has given its evidence."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bench import node_faults
-from bench.simulated_node import GRACE, SimulatedNode
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.nodes import joining, lead, messages
@@ -33,7 +31,9 @@ from rallypoint.launcher.nodes.messages import (
     Versions,
 )
 from rallypoint.launcher.restarts import Restarts
+from rallypoint.testing import node_faults
 from rallypoint.testing.clock import ManualClock
+from rallypoint.testing.simulated_node import GRACE, SimulatedNode
 from rallypoint.world import Seat
 
 JOIN_TIMEOUT = 30.0
