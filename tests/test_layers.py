@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,17 @@ def name_of(path: Path) -> str:
     return path.relative_to(SRC).as_posix()
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    """Parse a module once for all tests here."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, what is imported by full name, whether it is inside a function, or for types only),
     `import a` and `from a import b` alike.
     """
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = _tree(path)
     inside = {
         id(node)
         for block in ast.walk(tree)
@@ -252,9 +259,7 @@ def test_pure_modules_touch_no_clock_socket_thread_or_process() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     mute = [
-        str(path)
-        for path in MODULES
-        if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+        str(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(_tree(path))
     ]
     assert not mute
 
@@ -288,7 +293,7 @@ def test_every_variable_that_is_read_or_set_by_name_is_in_the_table() -> None:
     unknown = [
         f"{path}:{line}: {name}"
         for path in MODULES
-        for line, name in _names_of_variables(ast.parse(path.read_text("utf-8")))
+        for line, name in _names_of_variables(_tree(path))
         if not is_documented(name)
     ]
     assert not unknown, "\n".join(unknown)

@@ -1036,8 +1036,7 @@ def ranks(what: str, size: int, address: str, secret: bytes) -> None:
 @pytest.mark.parametrize(
     ("what", "size"),
     [
-        ("everything", 2),
-        ("everything", 4),
+        ("everything", 4),  # whose groups are of two
         ("absent_at_monitored_barrier", 2),
         ("absent_at_start", 2),
     ],
