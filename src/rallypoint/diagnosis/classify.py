@@ -45,6 +45,7 @@ _STARTING = re.compile(r"/multiprocessing/(popen_\w+|process)\.py$")
 _SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memory)\.py$")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 _WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
+_PIPES = re.compile(r"(^|/)(multiprocessing|asyncio)/")
 _IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
 _SPAWNED = re.compile(
     r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]"
@@ -84,6 +85,12 @@ def _cuda_perhaps_forked(error: Raised) -> bool:
     """
     not_started = torch.CUDA_NOT_STARTED.search(error.message) is not None
     return not_started and _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
+
+
+def _file_ended(error: Raised) -> bool:
+    """Tell whether a file ended that was unpickled, and no pipe to a process."""
+    of_file = error.frames and not _PIPES.search(error.frames[-1].file)
+    return bool(of_file) and error.message == "Ran out of input"
 
 
 def _of_ray(error: Raised) -> bool:
@@ -128,9 +135,9 @@ CAUSES = (
     "library-differs", "url-incomplete", "address-cut", "npu-busy", "producer-gone", "loader-killed",
     "files-exhausted", "main-unguarded", "not-pickled", "variable-missing", "parameter-missing",
     "scheme-unknown", "store-waits", "group-twice", "port-in-use", "host-unresolved",
-    "ssh-unresolved", "gpu-memory", "shared-memory", "host-memory", "device-shared", "cuda-forked",
-    "cuda-perhaps-forked", "device-busy", "device-missing", "cuda-init-failed", "port-forbidden",
-    "group-missing", "parameters-unused", "models-differ", "kernel-failed", "interface-missing",
+    "ssh-unresolved", "ssh-failed", "gpu-memory", "shared-memory", "host-memory", "device-shared", "cuda-forked",
+    "cuda-perhaps-forked", "device-busy", "device-missing", "cuda-init-failed",
+    "gpu-not-built-for", "port-forbidden", "group-missing", "parameters-unused", "models-differ", "kernel-failed", "interface-missing",
     "calls-differ", "calls-mismatched", "nccl-failed", "sizes-differ", "no-input",
 )  # fmt: skip
 """The causes that an exception can name, the more special ones first."""
@@ -460,7 +467,7 @@ def meaning(error: Raised) -> Meaning:
         if torch.WAITED_IN_A_CALL.search(message):
             return Meaning.WAITED
     bare = _short(error.type) in python.BARE_TYPES or python.BARE.search(message)
-    if bare and not fits("no-input", error):
+    if bare and not fits("no-input", error) and not _file_ended(error):
         return Meaning.MAYBE_LOST
     words = f"{error.type}: {message}"
     if schedulers.WAITED.search(words):

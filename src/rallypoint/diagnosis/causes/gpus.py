@@ -129,6 +129,22 @@ def cuda_init_failed(case: Case, error: Raised) -> Report:
     )
 
 
+def not_built_for(case: Case, error: Raised) -> Report:
+    """Tell that torch, or an extension of it, holds no kernels for the GPU that is there."""
+    return told(
+        case,
+        "versions-differ",
+        f"what {case.subject} runs was not built for its GPU: {named(error)}",
+        error,
+        help=(
+            Help(
+                "compare the GPU with what torch was built for; an extension has a list of its own",
+                f"{python_of(case.job)} -c 'import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())'",
+            ),
+        ),
+    )
+
+
 def device_busy(case: Case, error: Raised) -> Report:
     """Tell that the GPU serves one process at a time, and another one has it."""
     strangers = strangers_of(case)

@@ -216,6 +216,15 @@ def ssh_unresolved(case: Case, error: Raised) -> Report:
     return told(case, "address-unresolved", headline, error, why=why, help=(help,))
 
 
+def ssh_failed(case: Case, error: Raised) -> Report:
+    """Tell of a machine on which nothing could be started by ssh."""
+    found = classify.says("ssh-failed", error.message)
+    host = found["host"] if found is not None else "the host"
+    headline = f"{host} could not be reached by ssh, which starts the processes there"
+    help = Help("see what ssh itself says", f"ssh -o BatchMode=yes {host} true")
+    return told(case, "address-unreachable", headline, error, help=(help,))
+
+
 def port_forbidden(case: Case, error: Raised) -> Report:
     """Tell of a port that the kernel refuses: below 1024 for want of a right, beyond that by a rule
     of the machine's.

@@ -16,19 +16,24 @@ from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker, of_r
 
 CAUSES = {
     "ssh-unresolved": re.compile(r"^(?:.{0,60}: )?ssh: Could not resolve hostname (?P<host>\S+): "),
+    "ssh-failed": re.compile(r"\bhost=(?P<host>\S+) was not reachable via ssh\b"),  # DeepSpeed
 }
 
 LOST = re.compile(
     r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError"
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost)Error\b"
-    r"|\bEngineDeadError\b"
+    r"|\bEngineDeadError\b|(?:WorkerProc|Engine core) initialization failed"  # vLLM
+    r"|^ray\.tune\.error\.TuneError: |\bFailed to meet rendezvous\b"  # Ray Tune, torch_xla
 )
-"""Exceptions that Horovod, Ray and torchrun's rendezvous raise in those that are left when another
-one has gone.
+"""Exceptions that Horovod, Ray, vLLM, torch_xla and torchrun's rendezvous raise in those that are
+left when another one has gone.
 """
 
 WAITED = re.compile(
-    r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout", re.IGNORECASE
+    r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout"
+    r"|there are other ranks that didn't finish"  # SGLang
+    r"|Remote Rank did not send the data in time",  # HCCL, Ascend's own
+    re.IGNORECASE,
 )
 
 REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
@@ -124,6 +129,12 @@ _LINES = (
         "the kernel",
     ),
     _line(
+        "Ray killed this worker",
+        r"exceeds the memory usage threshold.{0,40} Ray killed this worker",
+        Sign.KILLED_FOR_MEMORY,
+        "Ray",
+    ),
+    _line(
         "memory pressure",
         r"\b[1-9]\d* Workers \(tasks / actors\) killed due to memory pressure \(OOM\)",
         Sign.KILLED_FOR_MEMORY,
@@ -134,6 +145,7 @@ _LINES = (
         rf"^(?:\[(?:\S+:)?(?P<pid>\d+)\] )?Signal: (?P<name>{_NAMES}) \(\d+\)$",
         by="Open MPI",
     ),
+    _line("Caught signal ", r"\] Caught signal (?P<signal>\d+) \(", by="UCX"),
     _line("OOMKilled", r"\bOOMKilled\b", Sign.KILLED_FOR_MEMORY, "the kernel"),
     _line("Out Of Memory", _SRUN + "Out Of Memory", Sign.KILLED_FOR_MEMORY, "srun"),
     _line(
@@ -154,7 +166,7 @@ _LINES = (
     ),
     _line(
         "exit status",
-        r"CalledProcessError: .{0,4000} returned non-zero exit status (?P<code>-?\d+)",
+        r"CalledProcessError: (?!Command '(?:\[')?ssh\b).{0,4000} returned non-zero exit status (?P<code>-?\d+)",
         by="the launcher",
         first=True,
     ),
@@ -174,6 +186,12 @@ _LINES = (
         "exitcode",
         r"\brank ?:? ?(?P<rank>\d+) \(local[_ ]rank: ?\d+\) ?exitcode ?: ?(?P<code>-?\d+) \(pid: \d+\)",
         by="torchrun",
+        first=True,
+    ),
+    _line(
+        "exited with code 137",
+        r"^\S{1,200} exited with code (?P<code>137)$",
+        by="docker compose",
         first=True,
     ),
     _line(
@@ -347,6 +365,7 @@ _FAILURE = re.compile(
     r"|\b(?:[Kk]illed by|[Tt]imed out|[Uu]nable to|got stuck|shut down because|sending signal (?:TERM|KILL)|fallen off the bus|NVRM: Xid)\b"
     r"|\b(?:[Ee]xit(?:ed)?(?: with)?(?: (?:[Ee]xit )?(?:[Cc]ode|[Ss]tatus))|exitcode|EXIT CODE)\b ?[:=]? *-?(?!0\b)\d+"
     r"|\b[Ll]ost (?:communication|connection|contact) (?:with|to)\b|\bwill terminate the job\b"
+    r"|\bThere are not enough slots\b"
     r"|non-zero (?:exit|status)|\bSIG(?:SEGV|ABRT|BUS|ILL|FPE|KILL)\b|\b(?:Reason|Status|reason|status): +(?:Error|Failed|OOMKilled)\b"
     r"|退出代码 ?-?[1-9]"
 )

@@ -50,7 +50,8 @@ CAUSES = {
         r"|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
         r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs"
         r"|^Invalid device id$"  # torch.nn.DataParallel
-        r"|You requested gpus?: \[[\d, ]*\]\s+But your machine only has: "  # Lightning
+        r"|You requested gpus?: \[[\d, ]*\](?:\s|\\n)+But your machine only has: "  # Lightning
+        r"|hipErrorNoDevice\b"
         r"|No slot '\d+' specified on host"  # DeepSpeed
         # vLLM, Ray, and programs of people
         r"|(exceeds|larger than|greater than|more than) the (total )?number of (available )?(GPUs|devices)\b"
@@ -68,6 +69,9 @@ CAUSES = {
         r"|forward compatibility was attempted on non supported HW"
         r"|libcudart functions unavailable",
         re.IGNORECASE,
+    ),
+    "gpu-not-built-for": re.compile(
+        r"no kernel image is available for execution|hipErrorNoBinaryForGpu"
     ),
     "parameters-unused": re.compile(r"Expected to have finished reduction in the prior iteration"),
     "models-differ": re.compile(
@@ -115,7 +119,7 @@ CUDA_NOT_STARTED = re.compile(
 NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 CAME_SHORT = re.compile(
     r"store based barrier on rank.{0,300}\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
-    r"|waiting for (?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
+    r"|waiting for\s(?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
 )
 KEYS = re.compile(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
 OWN_KEY = re.compile(

@@ -43,7 +43,8 @@ _SURE = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
 )
 _LONG = re.compile(
-    r"NCCL [Ee]rror|HCCL error|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
+    r"NCCL [Ee]rror|HCCL error|error: Hccl|waiting for$"
+    r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
 )
 _CARETS = re.compile(r"^[\s~^]+$")
 _ANOTHERS = re.compile(
@@ -178,7 +179,14 @@ class Traceback(Block):
     def _unindented(self, number: int, body: str) -> bool:
         typed = _TYPED.match(body)
         name = typed["type"].rpartition(".")[2] if typed else ""
-        if typed and self._frames and (_SURE.search(name) or "." in typed["type"]):
+        if (
+            typed
+            and self._frames
+            and (
+                _SURE.search(name)
+                or ("." in typed["type"] and not typed["type"].startswith("self."))
+            )
+        ):
             self._end(typed["type"], typed["message"] or "", number)
         elif typed and self._frames and name[:1].isupper():
             # "Epoch: 3" of another rank looks like one, too.
@@ -269,7 +277,8 @@ class Traceback(Block):
         if chosen is None or self._link == "inside":
             self._chosen = error
         elif self._link == "during":
-            if chosen.type in _TRIED and not _CLOSING.search(error.message):
+            tried = chosen.type in _TRIED and not _CLOSING.search(error.message)
+            if tried or schedulers.of_launcher(chosen.type):
                 self._chosen = error
         elif self._link == "because" and not classify.says_why(chosen):
             self._chosen = chosen if schedulers.of_launcher(error.type) else error
@@ -364,6 +373,8 @@ class Crash(Block):
         what = _WHAT.match(text)
         if what is not None and not self._dump:
             self._what = [what[1]]
+        elif self._torn(text):
+            pass
         elif native(text) or HEADER in text or len(self.lines) > KEPT or not self._goes_on(text):
             self.done = True
             return False
@@ -372,6 +383,11 @@ class Crash(Block):
         self.lines.append(text)
         self.last = number
         return True
+
+    def _torn(self, text: str) -> bool:
+        """Tell whether the line is a piece of the first one, which several ranks wrote at once."""
+        piece = text.endswith("'") or text.startswith("terminate called")
+        return piece and not (self._dump or self._what) and len(self.lines) < MESSAGE_LINES
 
     def _goes_on(self, text: str) -> bool:
         if self._dump:
@@ -407,10 +423,14 @@ class Summary(Block):
         self._root = number if "Root Cause" in text else 0  # the line of that heading
         self._failures: list[Failure] = []
         self._strays = 0
+        if self._FIELD.match(text):  # what stands above it was not pasted
+            self.take(number, text)
 
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
+        if re.match(r"^ *rank +: \d+ \(local_rank: \d+\)$", text):
+            return True
         return text == "Failures:" or "Root Cause (first observed failure)" in text
 
     def take(self, number: int, text: str) -> bool:

@@ -283,7 +283,8 @@ class Reader:
 
     def _crashed(self, speaker: Speaker, place: Place, block: Crash, error: Raised | None) -> None:
         if error is not None:
-            if (told := schedulers.told_by(error.message)) is not None:
+            # A terminal may have broken it within a word.
+            if (told := schedulers.told_by(error.message.replace("\n", ""))) is not None:
                 self._told(place, speaker, error.message, told)
                 return
             speaker = schedulers.speaking(error.message, speaker)
