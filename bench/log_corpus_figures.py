@@ -17,6 +17,7 @@ NAMES = {
     "fifth": "fifth set, mended after its first reading",
     "sixth": "47 excerpts, expectations written afterwards",
     "seventh": "seventh set, made up, mended after its first reading",
+    "eighth": "eighth set, excerpts, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes
