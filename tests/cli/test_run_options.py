@@ -225,3 +225,9 @@ def test_an_unknown_signal_is_left_out_with_a_line(
     wanted = parse(f"--signals-to-handle {text} train.py")
     assert wanted.signals == known
     assert wanted.notes == (f"--signals-to-handle names {wrong}: it is left out",)
+
+
+def test_several_nodes_need_a_port_after_that_of_the_ranks() -> None:
+    with pytest.raises(UsageError):
+        parse("--nnodes 2 --node-rank 0 --master-addr node0 --master-port 65535 train.py")
+    parse("-n 2 --master-port 65535 train.py")

@@ -285,6 +285,11 @@ def _nodes(
         first = port + 1
         # The last one first: the next port is where another job's --master-port may be.
         ports = tuple(range(first, min(first + COORDINATION_PORTS, 1 << 16)))[::-1]
+        if not ports:
+            raise _usage(
+                f"the launchers of several nodes meet at a port after {port}, and there is none",
+                ("choose a port further down", f"--master-port {MASTER_PORT}"),
+            )
         host = host or values["master_addr"]
     else:
         ports = (port or COORDINATION_PORT,)

@@ -401,6 +401,16 @@ def test_no_address_that_all_reach() -> None:
     assert machine.state is Stage.CLOSED
 
 
+def test_a_second_of_one_rank_hears_too_that_no_address_is_reached_by_all() -> None:
+    machine = joining()
+    twice = applicant(3, node_rank=1)
+    come(machine, LEAD, applicant(1, node_rank=1), twice, applicant(2, reached="192.168.0.1"))
+    machine.handle(Reachable("a1", ("10.0.0.1",)), 2.0)
+    told = machine.handle(Reachable("a2", ("192.168.0.1",)), 2.1)
+    assert refusal(told[-1])[0] == twice.id
+    assert machine.due == math.inf  # or its lead would never rest
+
+
 def test_one_that_goes_while_the_others_try_is_waited_for_again() -> None:
     machine = joining()
     come(machine, LEAD, applicant(1), applicant(2, reached="192.168.0.1"))

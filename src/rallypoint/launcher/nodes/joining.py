@@ -349,7 +349,9 @@ class Joining:
         for one in others:
             table.setdefault(reached[one.id], []).append(one)
         refused = refusals.no_common_address(self._lead, table)
-        return [Tell(id, refused) for id in self._here]
+        told = [Tell(id, refused) for id in (*self._here, *self._doubtful)]
+        self._doubtful.clear()
+        return told
 
     def _form(self, address: str) -> list[Decision]:
         self.state, self._address = Stage.FORMED, address
