@@ -349,7 +349,7 @@ class Joining:
         for one in others:
             table.setdefault(reached[one.id], []).append(one)
         refused = refusals.no_common_address(self._lead, table)
-        told = [Tell(id, refused) for id in (*self._here, *self._doubtful)]
+        told: list[Decision] = [Tell(id, refused) for id in (*self._here, *self._doubtful)]
         self._doubtful.clear()
         return told
 
