@@ -165,7 +165,7 @@ def cause_of(error: Raised) -> str:
 _ALONE = (
     "port-in-use", "port-forbidden", "group-twice", "group-missing", "parameters-unused",
     "cuda-forked", "kernel-failed", "device-missing", "device-busy", "device-shared",
-    "cuda-init-failed", "gpu-memory", "variable-missing", "shared-memory", "host-memory",
+    "cuda-init-failed", "gpu-not-built-for", "gpu-memory", "variable-missing", "shared-memory", "host-memory",
     "loader-killed", "sizes-differ", "calls-differ",
 )  # fmt: skip
 

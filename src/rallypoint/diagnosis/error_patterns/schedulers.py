@@ -221,8 +221,8 @@ _LINES = (
         Sign.NOT_STARTED,
     ),
     _line(
-        "received by PID",
-        r"^\*\*\* (?P<name>SIG\w+) .*received by PID (?P<pid>\d+)",
+        "*** SIG",
+        r"^\*\*\* (?P<name>SIG\w+) (?:.* )?received (?:by PID (?P<pid>\d+)|at time=)",
         by="the process itself",
         first=True,
     ),

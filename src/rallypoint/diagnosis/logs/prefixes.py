@@ -26,12 +26,13 @@ _CARRIERS = re.compile(
     r"|.{0,200}?\d \[[\d:]{4,12}<[\d:?]{1,12}, [^\]]{1,200}\](?=[^\s\]])"
     # journald, syslog
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
+    r"|> (?=\S|  |$)"  # a quotation
     r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
     r"|[\w.-]+[-_]\d+ +\| "  # docker compose
     # vLLM
     r"|(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w./-]+:\d+\]|[\w./-]+:\d+\]) ?(?=\S|  |$)"
     # torch's elastic, quoting a process
-    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w./-]+\.py:\d+\] (?=  File |    |[A-Z]\w*Error: )"
+    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w./\\-]+\.py:\d+\] (?=  File |    |[A-Z]\w*Error: )"
     # A logger that quotes ranks.
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ - [\w.]+ - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - (?=\[rank\d+\]: )"
     r"|[\w.-]+: (?=\[rank\d+\]:)"  # pdsh: the host
