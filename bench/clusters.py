@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from bench.nodes import OURS
 from bench.samples import Sample, Value
 
 HOSTNAME = "hostname"
+ALONE = ["hostname"]
 
 NODES = 2
 
@@ -35,7 +37,7 @@ TIMEOUT = 120.0
 
 OPEN_MPI_4, OPEN_MPI_5, MPICH = "openmpi4", "openmpi5", "mpich"
 
-ENGINES = ("slurm", OPEN_MPI_5, OPEN_MPI_4, MPICH, "ray")
+ENGINES = ("slurm", "slurm-script", OPEN_MPI_5, OPEN_MPI_4, MPICH, "ray")
 
 JOB = [*rallypoint(), "run", "-n", str(RANKS), str(JOBS / "first_all_reduce.py")]
 
@@ -91,13 +93,21 @@ def _slurm(engine: str) -> Iterator[_Ground]:
         Cluster(NODES + 1, Path(folder) / "nodes", shared_home=True) as cluster,
         Slurm(cluster, Path(folder) / "slurm") as slurm,
     ):
-        srun = ["srun", f"--nodes={NODES}", f"--ntasks={NODES}"]
+        tasks = [f"--nodes={NODES}", f"--ntasks={NODES}"]
+
+        def line(command: list[str], folder: Path) -> list[str]:
+            if engine == "slurm" or command == ALONE:
+                return ["srun", *tasks, *command]
+            # The launcher of a batch script starts its own step. How long sbatch waits for the end
+            # of a job is its own affair, so `hostname` is that of srun here, too.
+            out = f"--output={folder}/out"
+            return ["sbatch", "--wait", *tasks, out, f"--wrap={shlex.join(command)}"]
 
         def starter(command: list[str], folder: Path) -> Run:
-            inside = slurm.login.inside([*srun, *command], folder)
+            inside = slurm.login.inside(line(command, folder), folder)
             return Run(inside, folder=folder, **_different(slurm.environment(slurm.login)))
 
-        yield starter, JOB, ["hostname"]
+        yield starter, JOB, ALONE
 
 
 @contextmanager
@@ -117,7 +127,7 @@ def _mpi(engine: str) -> Iterator[_Ground]:
             inside = cluster[0].inside([*line, *command], folder)
             return Run(inside, folder=folder, HOME=str(cluster[0].home))
 
-        yield starter, JOB, ["hostname"]
+        yield starter, JOB, ALONE
 
 
 @contextmanager
@@ -149,4 +159,4 @@ def _different(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if os.environ.get(name) != value}
 
 
-_GROUNDS = {"slurm": _slurm, "ray": _ray}
+_GROUNDS = {"slurm": _slurm, "slurm-script": _slurm, "ray": _ray}

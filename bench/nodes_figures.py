@@ -77,7 +77,8 @@ def _start(cases: Mapping[str, Case]) -> Table:
 
 
 ENGINE_NAMES = {
-    "slurm": "Slurm (srun)",
+    "slurm": "Slurm, by srun",
+    "slurm-script": "Slurm, in a script without srun",
     "openmpi5": "Open MPI 5",
     "openmpi4": "Open MPI 4",
     "mpich": "MPICH",
