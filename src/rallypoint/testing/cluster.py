@@ -211,7 +211,9 @@ class SimulatedCluster:
         for decision in decisions:
             self._do(decision)
         due = min(core.due for core in (self._joining, self._lead) if core is not None)
-        if due < self._tick_at:
+        if due <= self.now and isinstance(event, Tick) and not decisions:
+            self.wrong("a decision is due, and none is made")  # its lead would never rest
+        elif due < self._tick_at:
             self._tick_at = due
             self.at(due, self._tick)
 
