@@ -6,7 +6,7 @@ Pure: the lead feeds `handle` with what the nodes say, and sends what comes back
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from msgspec.structs import replace
 
@@ -58,7 +58,7 @@ class AllStandings:
         event: NodeEvent | NodeMessage,
         now: float,
         living: Collection[int],
-        at_work: Collection[int],
+        at_work: Set[int],
     ) -> list[Decision]:
         """Return what to send. `living`: nodes that are not lost. `at_work`: those of them that
         have ranks which live; none when something has failed in this attempt.
@@ -86,8 +86,8 @@ class AllStandings:
             made += self._ask(living, now)
         return made + self._perhaps_tell(living, at_work, now)
 
-    def _stands(self, at_work: Collection[int]) -> bool:
-        return bool(at_work) and self._since.keys() >= {*at_work}
+    def _stands(self, at_work: Set[int]) -> bool:
+        return bool(at_work) and self._since.keys() >= at_work
 
     def _ask(self, living: Collection[int], now: float) -> list[Decision]:
         """Begin a round, if none is on."""
@@ -100,7 +100,7 @@ class AllStandings:
         return [TellNodes(tuple(living), Ask("stacks", self._number))]
 
     def _perhaps_tell(
-        self, living: Collection[int], at_work: Collection[int], now: float
+        self, living: Collection[int], at_work: Set[int], now: float
     ) -> list[Decision]:
         """Once all nodes have answered, or had their time: tell it to those that asked, or all."""
         if self.due == math.inf:

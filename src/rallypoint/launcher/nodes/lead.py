@@ -106,6 +106,7 @@ class Lead:
         self._restarts = restarts
         self._grace = grace
         self._lost: dict[int, str] = {}
+        self._living = {*range(world.nodes)}
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -135,9 +136,8 @@ class Lead:
             return []
         row = TABLE[self.state].get(type(event))
         decided = [*row(self, event, now)] if row else []
-        living = {*range(self._count)} - self._lost.keys()
         at_work = self._open if self.state is Phase.RUNNING else set()
-        return decided + self._standings.handle(event, now, living, at_work)
+        return decided + self._standings.handle(event, now, self._living, at_work)
 
     @property
     def attempt(self) -> int:
@@ -187,11 +187,15 @@ class Lead:
 
     def _lost_while_running(self, event: Lost, now: float) -> list[Decision]:
         """Judge. The ranks of a node that is done had all ended well: its loss hurts no rank."""
-        self._lost[event.node] = event.how
+        self._lose(event.node, event.how)
         if event.node not in self._open:
             return []
         self._open.discard(event.node)
         return self._judge(f"{self._named(event.node)} was lost: {event.how}", now)
+
+    def _lose(self, node: int, how: str) -> None:
+        self._lost[node] = how
+        self._living.discard(node)
 
     def _over_while_running(self, event: Over, now: float) -> list[Decision]:
         self._open.discard(event.node)
@@ -206,7 +210,7 @@ class Lead:
         """Gather the evidence of all nodes, before anything is stopped."""
         self.state, self._because, self._signal = Phase.JUDGING, because, signal
         self._judged_at, self._deadline = now, now + EVIDENCE_PATIENCE
-        self._awaited = {node for node in range(self._count) if node not in self._lost}
+        self._awaited = {*self._living}
         return [TellAll(Judge(because, signal), but), *self._perhaps_diagnose(now)]
 
     def _another_failed(self, event: Failing, now: float) -> list[Decision]:
@@ -225,7 +229,7 @@ class Lead:
         return [TellAll(Judge(event.because, event.signal), event.node)]
 
     def _another_lost(self, event: Lost, now: float) -> list[Decision]:
-        self._lost[event.node] = event.how
+        self._lose(event.node, event.how)
         self._open.discard(event.node)
         self._awaited.discard(event.node)
         self._vain.clear()
@@ -296,9 +300,8 @@ class Lead:
         if now < self._deadline:
             return []
         patience = self._grace + OVER_PATIENCE
-        self._lost.update(
-            (node, f"has not ended its ranks in {patience:.0f} s") for node in self._open
-        )
+        for node in self._open:
+            self._lose(node, f"has not ended its ranks in {patience:.0f} s")
         self._open.clear()
         return self._perhaps_conclude(now)
 
