@@ -54,7 +54,7 @@ def test_the_outermost_import_has_the_time(folder: Path, times: ImportTimes) -> 
 def test_a_package_is_named_by_its_slowest_module(folder: Path, times: ImportTimes) -> None:
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").write_text("")
-    (folder / "package" / "late.py").write_text("import time\ntime.sleep(0.05)\n")
+    (folder / "package" / "late.py").write_text("import time\ntime.sleep(0.5)\n")
     importlib.import_module("package.late")
     assert names(times) == ["package.late"]
 

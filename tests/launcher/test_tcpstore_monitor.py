@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rallypoint.diagnosis.evidence import Meeting
-from rallypoint.host import processes, socket_diag
+from rallypoint.host import process_status, socket_diag
 from rallypoint.launcher.agent.tcpstore_monitor import (
     LOOK_EVERY,
     SAY_AFTER,
@@ -65,8 +65,8 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
-    monkeypatch.setattr(processes, "is_stopped", lambda pid: pid in found.stopped)
-    monkeypatch.setattr(processes, "sockets", lambda pid: {10 * pid})
+    monkeypatch.setattr(process_status, "is_stopped", lambda pid: pid in found.stopped)
+    monkeypatch.setattr(process_status, "sockets", lambda pid: {10 * pid})
     monkeypatch.setattr(socket_diag, "unanswered", found.unanswered)
     return found
 
