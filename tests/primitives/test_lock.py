@@ -403,7 +403,7 @@ def test_a_reconnect_keeps_it(network: Network, store: Store, other: Store) -> N
             assert store.set("k", 1, fence=grant.token)
         assert not grant.lost.is_set()
         assert other.lock("l").locked()
-    assert store.statistics()["reconnects"] == 5
+    assert store.statistics()["reconnects"] >= 5  # a cut may meet the keep-alive's, too
 
 
 def test_an_outage_longer_than_the_lease_loses_it(network: Network) -> None:
