@@ -319,7 +319,7 @@ class Lock:
             raise WouldDeadlock("lock-twice", headline)
         session = lease.leases.session
         fields = (name, _owner(), None if seconds == math.inf else seconds, self.ttl)
-        reply, _ = session.request(wire.Lock, fields, seconds, into=lease)
+        reply, _ = self._store.ask(wire.Lock, *fields, wait=seconds, into=lease, session=session)
         grant._since = _clock.monotonic()
         if isinstance(reply, wire.TimedOut):
             lease.state = "done"
@@ -339,7 +339,7 @@ class Lock:
         # This process was silent while it waited: it may have had the lock, and lost it. It goes to
         # the end of the queue.
         if not lease.gone:
-            session.request(wire.Unlock, (name, lease.token))
+            self._store.ask(wire.Unlock, name, lease.token, session=session)
         lease.state = "done"
         self._forget(grant)
         return None
@@ -367,7 +367,8 @@ class Lock:
             if lease.gone:
                 lease.state = "done"
             else:
-                reply, _ = lease.leases.session.request(wire.Unlock, (self.name, grant.token))
+                session = lease.leases.session
+                reply, _ = self._store.ask(wire.Unlock, self.name, grant.token, session=session)
                 lease.state = "done"
                 still = reply.__class__ is wire.Done
             self._forget(grant)

@@ -34,6 +34,7 @@ from rallypoint.errors import (
 )
 from rallypoint.store.client.client import Client
 from rallypoint.store.client.failures import refused
+from rallypoint.store.client.slots import Asked
 from rallypoint.wire.messages import (
     Absent,
     Add,
@@ -359,9 +360,7 @@ class _Operations:
         except (EnvironmentProblem, UsageError) as error:
             _raise(error)
 
-    def _ask_many(
-        self, requests: list[tuple[type[Request], tuple[Any, ...]]]
-    ) -> list[tuple[AnyReply, memoryview | None]]:
+    def _ask_many(self, requests: list[Asked]) -> list[tuple[AnyReply, memoryview | None]]:
         try:
             replies = self._store.ask_many(requests)
             for (kind, fields), (reply, _) in zip(requests, replies, strict=True):

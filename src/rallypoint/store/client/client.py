@@ -45,11 +45,11 @@ from rallypoint.store.client.session import (
     BYE_SECONDS,
     CLOSED,
     Options,
-    ReplyKeeper,
     Session,
     leave,
     stay_when_leaving,
 )
+from rallypoint.store.client.slots import Asked, ReplyKeeper
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
 from rallypoint.wire.messages import (
@@ -263,6 +263,7 @@ class Client:
         *fields: Any,
         wait: float | None = None,
         into: ReplyKeeper | None = None,
+        session: Session | None = None,
     ) -> tuple[AnyReply, memoryview | None]:
         """Send a request, for what is built on the store: one of `wire/messages.py`, and return its
         reply and the bytes of a large value.
@@ -270,21 +271,23 @@ class Client:
         `fields` are those after `seq` and `acked`; an encoded value (`values.encode`) stands at its
         place, large or not. `wait` is the number of seconds that stands in the request's `timeout`
         as well (math.inf: for ever), None when it waits for nobody. `into` gets the reply as well;
-        after an exception it is there, or what it would have handed over is taken back. `Failed` is
-        raised; `TimedOut` is returned.
+        after an exception it is there, or what it would have handed over is taken back. `session`:
+        the one that has a lease, where no other will do. `Failed` is raised; `TimedOut` is
+        returned.
         """
-        session = self._session
-        if session.end is not None:
-            session = self._next_session()
-        return session.request(kind, fields, wait, into)
+        chosen = session or self._session
+        if session is None and chosen.end is not None:
+            chosen = self._next_session()
+        ((reply, body),) = chosen.request([(kind, fields)], wait, into)
+        if type(reply) is Failed:
+            raise refused(kind, fields, reply)
+        return reply, body
 
-    def ask_many(
-        self, requests: list[tuple[type[Request], tuple[Any, ...]]]
-    ) -> list[tuple[AnyReply, memoryview | None]]:
+    def ask_many(self, requests: list[Asked]) -> list[tuple[AnyReply, memoryview | None]]:
         """Like `ask` for several requests that wait for nobody, without waiting in between.
         `Failed` is returned.
         """
-        return self._live().request_many(requests)
+        return self._live().request(requests)
 
     def lease(self, name: str, ttl: float) -> Lease:
         """Make, for what is built on the store, the lease of a lock that is to be asked for with
@@ -488,7 +491,7 @@ class Client:
                 f"set_many() takes a dict, not {described(mapping)}: make it one with dict(...)"
             )
         seconds = positive("ttl", ttl) if ttl is not None else None
-        requests: list[tuple[type[Request], tuple[Any, ...]]] = []
+        requests: list[Asked] = []
         for key, value in mapping.items():
             key = key_of(key)
             requests.append((Set, (key, self.encoded(value, key), 0, seconds)))
@@ -695,7 +698,7 @@ class Client:
 
     def __repr__(self) -> str:
         session = self._session
-        connection = session.connection if session.end is None else None
+        connection = session.slots.connection if session.end is None else None
         if self._closed or session.was_closed:
             how = "closed"
         elif connection is None:

@@ -112,7 +112,7 @@ class KeepAlive:
                 pause = self.interval
             session.news.tell()
             self._bell.wait(pause)
-        session.drop_idle()
+        session.slots.drop_idle()
         session.news.tell()
 
     def _round(self, session: Session) -> float:
@@ -129,7 +129,7 @@ class KeepAlive:
         while self._later and session.end is None and session.tell(*self._later[0], patience):
             del self._later[0]
         _tell_who_waits(session, now())
-        if now() >= self._due() or session.connection is None:
+        if now() >= self._due() or session.slots.connection is None:
             session.tell(Ping, (), patience)
         self.set_interval()
         due = min(self._due(), session.leases.look())
@@ -138,7 +138,7 @@ class KeepAlive:
     def _due(self) -> float:
         """Return when the thread has to give a sign of life. A call that waits gives its own, so
         that this is needed only when that one is late."""
-        shares = BEHIND_A_CALL if self._session.has_calls else 1.0
+        shares = BEHIND_A_CALL if self._session.slots.has_calls else 1.0
         return self._session.confirmed + self.interval * shares
 
 

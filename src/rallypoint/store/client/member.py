@@ -88,7 +88,7 @@ class Member(Client):
         """Numeric address and port at which the server is reached; ("", 0) without a
         connection.
         """
-        connection = self._session.connection
+        connection = self._session.slots.connection
         try:
             return ("", 0) if connection is None else connection.sock.getpeername()[:2]
         except OSError:  # another thread is just closing it
@@ -97,7 +97,7 @@ class Member(Client):
     @property
     def local_address(self) -> str:
         """Address of this machine by which the server is reached; "" without a connection."""
-        connection = self._session.connection
+        connection = self._session.slots.connection
         try:
             return "" if connection is None else str(connection.sock.getsockname()[0])
         except OSError:  # another thread is just closing it

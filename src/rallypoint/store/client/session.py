@@ -1,9 +1,7 @@
 """A lease on the server, kept alive and lost visibly, with the pool of connections that uses it.
 
-**Slots.** A call takes a slot from the idle ones, sends its request on the slot's connection, waits
-for the reply, reads it, and puts the slot back. A slot has one request at a time and numbers of its
-own for them, so that two calls share nothing: a thread, or a signal handler in the middle of a
-call, takes another slot. (A session of NFS 4.1 works alike: RFC 8881, section 2.10.6.)
+A call takes a slot (`slots.py`) from the idle ones, sends its request on the slot's connection, waits
+for the reply, reads it, and puts the slot back.
 
 **Exactly once.** A request whose connection broke is sent again, with the same number, on the
 slot's next connection. The server keeps the last reply of each slot, and answers a number that it
@@ -16,15 +14,12 @@ granted. The same thread finds a slot whose `Ticket` was lost between two steps.
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
@@ -42,40 +37,25 @@ from rallypoint.store.client.connection import (
     ServerCloses,
     TooLate,
 )
-from rallypoint.store.client.failures import Help, SessionEnd, lost_session, refused
+from rallypoint.store.client.failures import Help, SessionEnd, lost_session
 from rallypoint.store.client.keepalive import KeepAlive
 from rallypoint.store.client.lease import SURE, Leases
 from rallypoint.store.client.reconnect import Reach
-from rallypoint.wire.frames import framed
+from rallypoint.store.client.slots import Asked, ReplyKeeper, Slot, Slots, Ticket
 from rallypoint.wire.handshake import NONCE_BYTES, SESSION_BYTES, Joining
 from rallypoint.wire.messages import (
     LENDS,
-    SLOT_BITS,
-    TAGS,
-    AnyReply,
     Bye,
-    Cancel,
-    Failed,
     Identity,
     Limits,
     Ping,
     Refusal,
     Request,
-    encode,
 )
-from rallypoint.wire.values import Parts
 
 BYE_SECONDS = 1.0
 """Seconds for the server's answer to the end of a session. Without it everything is released when
 the lease is over.
-"""
-
-PIPELINE = 64
-"""Requests of `request_many` that are sent before the first of their replies is read."""
-
-PIPELINE_BYTES = 32 * 1024
-"""Bytes of them: less than any socket's buffer. The server stops reading from a client that does
-not read.
 """
 
 LONGEST_POLL = 86_400.0
@@ -117,97 +97,6 @@ class Options(NamedTuple):
     def identity(self) -> Identity:
         """Identity of this process, also in a forked child that has not used the store yet."""
         return Identity(os.uname().nodename, os.getpid(), self.rank)
-
-
-class ReplyKeeper(Protocol):
-    """Place for a reply that must be known whatever interrupts the call: an exception leaves the
-    reply here, or the server takes back what it gave.
-    """
-
-    reply: AnyReply | None
-    session: Session | None
-
-
-class Ticket:
-    """The right to use a slot. The queue of idle slots has it, or one call. When it is lost, the
-    thread of the keep-alive brings the slot back."""
-
-    __slots__ = ("__weakref__", "slot")
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-
-
-class Slot:
-    """One of the requests that a session may have under way at a time."""
-
-    __slots__ = (
-        "_on_loss", "_ticket", "connected_at", "connection", "counts", "given_up", "into", "owed", "seq", "settled", "traffic"
-    )  # fmt: skip
-
-    def __init__(self, number: int, on_loss: Callable[[object], None]) -> None:
-        """Make a slot without a ticket. `on_loss`: called when the slot's ticket is lost."""
-        # numbers of the last request, and of the last one that was answered or cancelled
-        self.seq = self.settled = number << SLOT_BITS
-        self.connection: Connection | None = None
-        self.connected_at = 0.0  # monotonic time
-        self.into: ReplyKeeper | None = None  # of the request under way
-        self.given_up = False  # nobody waits for the request under way
-        self.owed = b""  # frames that cancel former requests, to be sent before the next one
-        self.counts = [0] * (max(TAGS.values()) + 1)  # requests by kind: at its place in `TAGS`
-        self.traffic = [0, 0]  # bytes sent and received
-        self._on_loss = on_loss
-        self._ticket: weakref.ref[Ticket] | None = None
-
-    def ticket(self) -> Ticket:
-        """Make the slot's only ticket; a former one does not count any more."""
-        ticket = Ticket(self)
-        self._ticket = weakref.ref(ticket, self._on_loss)
-        self.given_up = False
-        return ticket
-
-    def begin(
-        self,
-        kind: type[Request],
-        fields: tuple[Any, ...],
-        began: float,
-        deadline: float,
-        patience: float = 0.0,
-    ) -> Call:
-        """Make the slot's next request. A large value among its fields goes beside the message."""
-        tag = TAGS[kind]
-        seq = self.seq + 1
-        value: Parts | None = None
-        if len(fields) > 1 and type(fields[1]) is Parts:
-            value = fields[1]
-            fields = (fields[0], b"", *fields[2:])
-        message = encode((tag, seq, self.settled, *fields))
-        if value is None:
-            message = framed(message)
-        self.counts[tag] += 1
-        self.seq = seq
-        return Call(kind, fields, seq, message, began, deadline, patience, value)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """True if no call has the slot, and it is not idle."""
-        return self.given_up or self._ticket is None or self._ticket() is None
-
-    def cancel(self) -> None:
-        """Let the next request tell the server that nobody waits for those before it."""
-        self.disconnect()
-        if self.into is not None and self.into.reply is not None:
-            self.settled = self.seq  # its caller has it
-        self.into = None
-        self.owed = b"".join(
-            [framed(encode(Cancel(0, 0, seq))) for seq in range(self.settled + 1, self.seq + 1)]
-        )
-
-    def disconnect(self) -> None:
-        """Close the connection; the next request opens another one."""
-        connection, self.connection = self.connection, None
-        if connection is not None:
-            connection.close()
 
 
 class SessionOver(Exception):
@@ -258,10 +147,7 @@ class Session:
         self._lost_at = 0.0  # monotonic time of that
         self._alone = inf  # monotonic time since when the server keeps it without a connection
         self._mutex = threading.RLock()  # for `end`, and which connections it has to interrupt
-        self._numbers = itertools.count()  # of slots
-        self._slots: list[Slot] = []
-        self._idle: deque[Ticket] = deque()  # with connections; the last one was used last
-        self._unconnected: deque[Ticket] = deque()
+        self.slots = Slots(self._on_loss)
         # The server had a sign of life that was sent at this time.
         self.confirmed = self._now()
         self.leases = Leases(self, self._now, lambda: self.confirmed)
@@ -279,86 +165,49 @@ class Session:
 
     def request(
         self,
-        kind: type[Request],
-        fields: tuple[Any, ...],
+        requests: Sequence[Asked],
         wait: float | None = None,
         into: ReplyKeeper | None = None,
-    ) -> Answer:
-        """Send a request and return its reply, with the bytes of a large value beside it.
-
-        `fields` are those after `seq` and `acked`. `wait`: the seconds that the server may let it wait, as in its `timeout`
-        field (math.inf: for ever); None or 0: it is answered at once. `into`: gets the reply as
-        well, before anything else happens: after an exception it is there, or else the server takes
-        back what it gave. Raises StoreTimeout, SessionLost, StoreClosed, StoreUnreachable, and what
-        the server refused with.
-        """
-        began = self._now()
-        deadline = began + (wait + grace(wait) if wait else self.timeout)
-        ticket = self._take()
-        slot = ticket.slot
-        slot.into = into
-        call = slot.begin(kind, fields, began, deadline, 0.0 if wait else self.timeout)
-        (answer,) = self._carry_out(ticket, [call])
-        if self.news.lines:
-            self.news.tell()
-        if type(answer[0]) is Failed:
-            raise refused(kind, fields, answer[0])
-        return answer
-
-    def request_many(
-        self, requests: Sequence[tuple[type[Request], tuple[Any, ...]]]
     ) -> list[Answer]:
-        """Send several requests that wait for nobody without waiting in between, and return their
-        replies in the same order.
+        """Send requests and return their replies in the same order, each with the bytes of a large
+        value beside it. Several, which wait for nobody, are not waited for in between; after an
+        exception those before it in the order have happened, of the others some may have.
 
-        After an exception those before it in the order have happened, of the others some may have.
+        `wait`: the seconds that the server may let it wait, as in its `timeout` field (math.inf:
+        for ever); None or 0: it is answered at once. `into`: gets the reply as well, before
+        anything else happens: after an exception it is there, or else the server takes back what
+        it gave. Raises StoreTimeout, SessionLost, StoreClosed, StoreUnreachable.
         """
         answers: list[Answer] = []
         while len(answers) < len(requests):
-            ticket = self._take()
-            answers += self._carry_out(ticket, self._batch(ticket.slot, requests[len(answers) :]))
-        return answers
-
-    def _batch(
-        self, slot: Slot, requests: Sequence[tuple[type[Request], tuple[Any, ...]]]
-    ) -> list[Call]:
-        """Begin the next few requests: a large value alone, or small requests."""
-        began = self._now()
-        calls: list[Call] = []
-        size = 0
-        for kind, fields in requests[:PIPELINE]:
-            if calls and any(type(field) is Parts for field in fields):
-                break
-            call = slot.begin(kind, fields, began, began + self.timeout, self.timeout)
-            calls.append(call)
-            size += len(call.message)
-            if call.value is not None or size > PIPELINE_BYTES:
-                break
-        return calls
-
-    def _carry_out(self, ticket: Ticket, calls: Sequence[Call]) -> list[Answer]:
-        """Get the answers to a slot's requests, and put the slot back."""
-        answers: list[Answer] = []
-        try:
-            self._exchange(ticket.slot, calls, answers)
-        except BaseException as error:
-            self._give_up(ticket, calls)
-            if isinstance(error, (TooLate, SessionOver)):
-                raise self._error(calls[len(answers)]) from None
-            raise
-        self._put_back(ticket)
+            began = self._now()
+            deadline = began + (wait + grace(wait) if wait else self.timeout)
+            ticket = self.slots.take()
+            slot, done = ticket.slot, len(answers)
+            slot.into = into
+            calls = slot.begin(requests[done:], began, deadline, 0.0 if wait else self.timeout)
+            try:
+                self._exchange(slot, calls, answers)
+            except BaseException as error:
+                self._give_up(ticket, calls)
+                if isinstance(error, (TooLate, SessionOver)):
+                    raise self._error(calls[len(answers) - done]) from None
+                raise
+            self.slots.put_back(ticket)
+        if self.news.lines:
+            self.news.tell()
         return answers
 
     def _exchange(self, slot: Slot, calls: Sequence[Call], answers: list[Answer]) -> None:
         """Send the requests, on as many connections as it takes, until all replies are there. A
         request that has an answer is not sent again.
         """
-        while len(answers) < len(calls):
-            left = calls[len(answers) :] if answers else calls
+        before = len(answers)
+        while left := calls[len(answers) - before :]:
             try:
-                connection = slot.connection or self._connect(slot, left[0].deadline)
-                connection.send(slot.owed, left)
                 deadline = left[0].deadline
+                connection = slot.connection or self._connect(slot, deadline)
+                connection.send(slot.owed, left)
                 for call in left:
                     answer = connection.receive(
                         call, deadline, self.keep_alive.interval, self._silence
@@ -374,43 +223,12 @@ class Session:
                 raise SessionOver from None
             else:
                 slot.owed = b""
-                if left[0].began > self.confirmed:
-                    self._confirm(left[0].began)
+                self._confirm(left[0].began)
 
-    # --- slots ---
-
-    def _take(self, *, cold: bool = False) -> Ticket:
-        """Take an idle slot, the one that was used last if there is a choice, or a new one. `cold`:
-        the one that was not used for longest, since a thread that asks all the time keeps its own.
-        """
-        try:
-            return self._idle.popleft() if cold else self._idle.pop()
-        except IndexError:
-            return self._take_unconnected()
-
-    def _take_unconnected(self) -> Ticket:
-        try:
-            return self._unconnected.pop()
-        except IndexError:
-            slot = Slot(next(self._numbers), self._on_loss)
-            ticket = slot.ticket()
-            self._slots.append(slot)
-            return ticket
+    # --- what a call leaves ---
 
     def _on_loss(self, _: object) -> None:
         self.keep_alive.ring()
-
-    def _put_back(self, ticket: Ticket, *, cold: bool = False) -> None:
-        slot = ticket.slot
-        slot.settled, slot.into = slot.seq, None  # all is answered, or needs no cancelling
-        if slot.connection is None:
-            self._unconnected.append(ticket)
-        elif cold:
-            self._idle.appendleft(ticket)
-        else:
-            self._idle.append(ticket)
-        if self.end is not None:
-            self.drop_idle()
 
     def _give_up(self, ticket: Ticket, calls: Sequence[Call]) -> None:
         """Leave the slot to the keep-alive if the server may have had a request: nobody will look
@@ -423,7 +241,7 @@ class Session:
                 slot.given_up = True
                 self.keep_alive.ring()
                 return
-        self._put_back(ticket)
+        self.slots.put_back(ticket)
 
     def _error(self, call: Call) -> RallypointError:
         """Make the error for a request that has no answer."""
@@ -466,7 +284,7 @@ class Session:
         """Open the first connection, trying again while nobody listens there, until `timeout`.
         Raises StoreUnreachable.
         """
-        ticket = self._take()
+        ticket = self.slots.take()
         try:
             self._connect(ticket.slot, self._now() + self.timeout, first=True)
         except TooLate:
@@ -476,7 +294,7 @@ class Session:
         except BaseException:
             ticket.slot.disconnect()
             raise
-        self._put_back(ticket)
+        self.slots.put_back(ticket)
 
     def _connect(self, slot: Slot, deadline: float, *, first: bool = False) -> Connection:
         """Open a connection for this slot. Raises TooLate, SessionOver; StoreUnreachable for what
@@ -581,7 +399,7 @@ class Session:
 
     def _lost_connection(self, slot: Slot, why: str, *, by_us: bool = False) -> None:
         slot.disconnect()
-        if not by_us and self._alone == inf and self.connection is None:
+        if not by_us and self._alone == inf and self.slots.connection is None:
             self._alone = self._now()
         # A connection from before the last loss was lost with that one: it is not told again.
         if self.end is None and not self._disconnected and slot.connected_at >= self._lost_at:
@@ -600,7 +418,8 @@ class Session:
             if self.end is not None:
                 return
             self.end = end
-            connections = [slot.connection for slot in self._slots if slot is not last]
+            self.slots.is_over = True
+            connections = [slot.connection for slot in self.slots if slot is not last]
         self.leases.end(end.headline)
         for connection in connections:
             if connection is not None:
@@ -640,12 +459,12 @@ class Session:
         if self.foreign or self.end is not None:
             return
         wait = min(wait, self.left)  # a server that is gone, or has ended it, is owed no goodbye
-        ticket = self._take()
+        ticket = self.slots.take()
         slot = ticket.slot
         end = SessionEnd(CLOSED)
         try:
             began = self._now()
-            call = slot.begin(Bye, (), began, began + wait)
+            (call,) = slot.begin([(Bye, ())], began, began + wait)
             if slot.connection is None and wait > 0.0 and self._welcomed:
                 self._connect(slot, call.deadline)
             self._finish(end, slot)
@@ -658,18 +477,7 @@ class Session:
         finally:
             self._finish(end)
             slot.disconnect()
-            self.drop_idle()
-
-    def drop_idle(self) -> None:
-        """Close the connections that no call uses: the session is over."""
-        while self._idle:
-            try:
-                self._idle.pop().slot.disconnect()
-            except IndexError:  # another thread does the same
-                break
-        for slot in list(self._slots):
-            if slot.is_abandoned:
-                slot.disconnect()
+            self.slots.drop_idle()
 
     def abandon(self) -> None:
         """Leave the session to the parent, in a forked child, which closes its descriptors of the
@@ -681,7 +489,8 @@ class Session:
         self.end = self.end or SessionEnd(
             "the call was begun in the parent process, before the fork"
         )
-        for slot in self._slots:
+        self.slots.is_over = True
+        for slot in self.slots:
             if slot.connection is not None:
                 slot.connection.after_fork()
 
@@ -700,7 +509,7 @@ class Session:
         """Tell the server which requests nobody waits for any more: calls that an exception ended,
         or a timeout.
         """
-        for slot in list(self._slots):
+        for slot in self.slots:
             if slot.is_abandoned:
                 ticket = slot.ticket()
                 slot.cancel()
@@ -709,7 +518,7 @@ class Session:
 
     def tell(self, kind: type[Request], fields: tuple[Any, ...], seconds: float) -> bool:
         """Ask for something of which only matters that it was answered; return whether it was."""
-        return self._tell(self._take(cold=True), kind, fields, seconds)
+        return self._tell(self.slots.take(cold=True), kind, fields, seconds)
 
     def _tell(
         self, ticket: Ticket, kind: type[Request], fields: tuple[Any, ...], seconds: float
@@ -718,7 +527,7 @@ class Session:
         began = self._now()
         answers: list[Answer] = []
         try:
-            self._exchange(slot, [slot.begin(kind, fields, began, began + seconds)], answers)
+            self._exchange(slot, slot.begin([(kind, fields)], began, began + seconds), answers)
         except TooLate:
             silence = f"no sign of life from the server for {seconds:.1f} s"
             self._lost_connection(slot, silence, by_us=True)
@@ -730,7 +539,7 @@ class Session:
             if slot.owed:
                 slot.given_up = True  # once more in the next round
             else:
-                self._put_back(ticket, cold=True)
+                self.slots.put_back(ticket, cold=True)
         return bool(answers)
 
     def look(self) -> None:
@@ -738,21 +547,21 @@ class Session:
         lease's length; one of them stays.
         """
         unused = self._now() - self.ttl
-        for _ in range(len(self._idle)):
-            ticket = self._take(cold=True)
+        for _ in range(self.slots.idle):
+            ticket = self.slots.take(cold=True)
             slot = ticket.slot
             try:
                 if slot.connection is not None:
                     slot.connection.look()
                     slot.connection.trim()
-                    if slot.connection.heard < unused and self._idle:
+                    if slot.connection.heard < unused and self.slots.idle:
                         slot.disconnect()
             except ConnectionBroken as broken:
                 self._lost_connection(slot, str(broken))
             except ServerCloses as closes:
                 self._server_closes(str(closes))
                 slot.disconnect()
-            self._put_back(ticket)
+            self.slots.put_back(ticket)
 
     # --- about ---
 
@@ -766,16 +575,6 @@ class Session:
         return self.end is not None and self.end.headline == CLOSED
 
     @property
-    def connection(self) -> Connection | None:
-        """One of the connections, if there is any."""
-        return next((slot.connection for slot in list(self._slots) if slot.connection), None)
-
-    @property
-    def has_calls(self) -> bool:
-        """True while a call is under way, or was given up."""
-        return len(self._idle) + len(self._unconnected) < len(self._slots)
-
-    @property
     def left(self) -> float:
         """Seconds after which the server may have ended it: see `member.py`."""
         until = min(self.confirmed + self.ttl * SURE, self._alone + self.orphan)
@@ -786,7 +585,7 @@ class Session:
         of all sessions of this store object.
         """
         counts, sent, received = self._before
-        for slot in list(self._slots):
+        for slot in self.slots:
             counts = [one + more for one, more in zip(counts, slot.counts, strict=True)]
             sent += slot.traffic[0]
             received += slot.traffic[1]
