@@ -7,10 +7,14 @@ from __future__ import annotations
 # somebody's import is a traceback, an ignored exception or, inside an extension module's
 # initialisation, a crash. `_signal` is the interpreter's own module and is there already.
 import _signal  # type: ignore[import-not-found]
+import gc
 import sys
 
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+gc.set_threshold(
+    20_000
+)  # what imports make stays: to look for garbage in it is a tenth of the start
 
 
 def main() -> int:

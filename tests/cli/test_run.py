@@ -8,7 +8,7 @@ import pytest
 
 from rallypoint.cli import run
 from rallypoint.host import resolver
-from rallypoint.launcher import plan
+from rallypoint.launcher import plan, torch_version
 from rallypoint.launcher.agent import console
 from rallypoint.launcher.plan import Options
 from rallypoint.launcher.program import Program
@@ -146,6 +146,29 @@ def test_without_torch_the_line_to_type_is_whole(
     err = capsys.readouterr().err
     assert err.startswith("error[torch-missing]: torch is not installed in ")
     assert "rallypoint run --fresh -n 3 --quiet 'count words.py' --lr 1\n" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("torch-2.99.0+cpu.dist-info", "2.99.0+cpu"),
+        ("torch-2.99.0_dirty.dist-info", "2.98"),  # its file has the version as it is compared
+        ("torch.egg-info", "2.98"),
+        ("torch_tools-1.0.dist-info", ""),
+    ],
+)
+def test_the_version_of_torch_is_the_first_on_the_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
+    for place, kind in (("here", name), ("later", "torch-1.0.dist-info")):
+        (folder / place / kind).mkdir(parents=True)
+        for file in ("METADATA", "PKG-INFO"):
+            (folder / place / kind / file).write_text("Metadata-Version: 2.1\nVersion: 2.98\n")
+    empty = ["nowhere", "archive.zip"]
+    monkeypatch.setattr("sys.path", [*empty, str(folder / "here"), str(folder / "later")])
+    assert torch_version.torch_version() == (version or "1.0")
+    monkeypatch.setattr("sys.path", empty)
+    assert torch_version.torch_version() == ""
 
 
 def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def take_apart(
             given[self.dest] = (*before, Given(spelling or "", value or ""))
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    short = _abbreviations(command)
+    short = _abbreviations(argv, command)
     for option in command.options:
         parser.add_argument(
             *option.spellings,
@@ -118,19 +118,19 @@ def take_apart(
     return CommandLine(given, tuple(words), tuple(own), wrong, unknown)
 
 
-def _abbreviations(command: Command) -> dict[str, list[str]]:
-    """Return the beginnings of torchrun's names that begin no other option's, by option: torchrun
+def _abbreviations(argv: Sequence[str], command: Command) -> dict[str, set[str]]:
+    """Return the words that begin a name of torchrun's and no other option's, by option: torchrun
     takes them, too. Ours have none: a new option would make one ambiguous.
     """
-    begun: dict[str, set[str]] = {}
-    for option in command.options:
-        for name in option.spellings:
-            for end in range(len("--x"), len(name)):
-                begun.setdefault(name[:end], set()).add(option.key)
-    found: dict[str, list[str]] = {}
-    for option in command.options:
-        if option.fate != "ours" or option.variable.startswith("PET_"):
-            found[option.key] = [name for name, keys in begun.items() if keys == {option.key}]
+    known = {name: option for option in command.options for name in option.spellings}
+    found: dict[str, set[str]] = {}
+    for typed in {word.partition("=")[0] for word in argv if word.startswith("--")}:
+        if typed in known or typed == "--":
+            continue
+        begun = {option.key: option for name, option in known.items() if name.startswith(typed)}
+        for key, option in begun.items() if len(begun) == 1 else ():
+            if option.fate != "ours" or option.variable.startswith("PET_"):
+                found.setdefault(key, set()).add(typed)
     return found
 
 

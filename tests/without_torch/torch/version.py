@@ -1,6 +1,6 @@
 """Of a build without CUDA; the version is that of the installed torch."""
 
-from importlib.metadata import version
+from rallypoint.launcher.torch_version import torch_version
 
-__version__ = version("torch")
+__version__ = torch_version()
 cuda = None

@@ -202,13 +202,13 @@ class Agent:
         """Return this node's seat. On several nodes all must have come: the template imports
         meanwhile. `held`: where this node was announced as the lead.
         """
-        from rallypoint.launcher.agent.console import say_directly
-        from rallypoint.launcher.agent.other_nodes import OtherNodes
-
         template = self._helpers.template
         assert template is not None
         if not self._secret:
             return alone(self.plan)
+        from rallypoint.launcher.agent.console import say_directly
+        from rallypoint.launcher.agent.other_nodes import OtherNodes
+
         if not self.plan.quiet:  # now: the others may come in minutes
             for note in self.plan.notes:
                 say_directly(f"rallypoint: {note}")
