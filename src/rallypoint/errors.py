@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from _queue import Empty  # queue.Empty, without the 2 ms that loading its module takes
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 Outcome = Literal["happened", "did not happen", "unknown"]
 """Facts about a request that got no answer."""
+
+
+Advice: TypeAlias = tuple[tuple[str, str], ...]
+"""Ways out of a situation: (sentence, command or "") pairs."""
 
 
 class RallypointError(Exception):

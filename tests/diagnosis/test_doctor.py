@@ -137,7 +137,8 @@ def put(root: Path, files: dict[str, str]) -> None:
 def test_memory() -> None:
     machine = MemoryCounters(total=64 * GIB, available=60 * GIB)
     assert shown(only(checks.judge_memory(machine))) == ("ok", "", "60.0 GiB free of 64.0 GiB")
-    found = only(checks.judge_memory(machine, 2 * GIB, 1 * GIB + 600 * MIB))
+    limited = msgspec.structs.replace(machine, limit=2 * GIB, current=1 * GIB + 600 * MIB)
+    found = only(checks.judge_memory(limited))
     assert shown(found) == (
         "note", "host-memory-low", "424.0 MiB of memory is free, of the 2.0 GiB that this container may use (the machine has 64.0 GiB)",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import DOCTOR
 from rallypoint.cli.output import wants_color, width, write_out
-from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.errors import Advice, EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _refuse(values: dict[str, Any]) -> None:
     """Raise `UsageError` for options that do not go together."""
     is_listening, range_ = values["listen"] is not None, values["port_range"]
     headline = ""
-    help: tuple[tuple[str, str], ...] = (("leave them out", ""),)
+    help: Advice = (("leave them out", ""),)
     if is_listening and values["peer"]:
         headline = (
             "--listen and --peer exclude each other: one machine listens, and the other calls"

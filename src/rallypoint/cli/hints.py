@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.cli.option_values import hint_at, nearest
 from rallypoint.cli.options import BY_KEY, Option
-from rallypoint.errors import UsageError
+from rallypoint.errors import Advice, UsageError
 
 if TYPE_CHECKING:
     from rallypoint.cli.commands import Command
@@ -109,14 +109,14 @@ def retyped(typed: Sequence[str], *words: str, as_script: bool = False) -> str:
     return shlex.join(("rallypoint", "run", *(one for one in typed if one not in left_out), *words))
 
 
-def example(option: Option, command: Command) -> tuple[tuple[str, str], ...]:
+def example(option: Option, command: Command) -> Advice:
     """Return the help for a value that is missing or wrong."""
     if option.example:
         return (("give, for example", option.example),)
     return _see_options(command)
 
 
-def _see_options(command: Command) -> tuple[tuple[str, str], ...]:
+def _see_options(command: Command) -> Advice:
     return (("see the options", f"rallypoint {command.name} --help"),)
 
 

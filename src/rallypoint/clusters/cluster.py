@@ -6,6 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from rallypoint.errors import Advice
+
 
 class Files(Protocol):
     """Parts of this machine that tell what the environment does not. Tests replace it."""
@@ -26,7 +28,7 @@ class Unclear(msgspec.Struct, frozen=True):
     flags: tuple[str, ...]  # keys of options ("nnodes"); with all of them given nothing is unclear
     headline: str  # subject first: the variable that is missing, or that contradicts another
     why: tuple[str, ...] = ()
-    help: tuple[tuple[str, str], ...] = ()  # (sentence, command or "")
+    help: Advice = ()  # (sentence, command or "")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,4 +63,4 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # lines that are said at the start
     unclear: tuple[Unclear, ...] = ()
     # How the nodes of this cluster get a secret: the help of `secret-missing`.
-    secret_help: tuple[tuple[str, str], ...] = ()
+    secret_help: Advice = ()

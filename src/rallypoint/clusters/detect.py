@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rallypoint.host.kernel_files import text_of
+
 if TYPE_CHECKING:
     from rallypoint.clusters.cluster import Cluster, Files
 
@@ -23,11 +25,7 @@ class ThisMachine:
     """The `Files` of the machine that this process runs on."""
 
     def text(self, path: str) -> str:
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read()
-        except OSError:
-            return ""
+        return text_of(path, most=-1)
 
     def is_open(self, fd: int) -> bool:
         try:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from rallypoint.clusters.cluster import Cluster, Files, Unclear
+from rallypoint.errors import Advice
 
 SECRET_HELP = (
     (
@@ -212,7 +213,7 @@ def _not_named(
     pod: str, node: int | None, named: int | None, domain: str, environ: Mapping[str, str]
 ) -> Unclear | None:
     """Return why the name of node 0 cannot be made from this pod's, None where it can."""
-    help: tuple[tuple[str, str], ...] = (_NAME,)
+    help: Advice = (_NAME,)
     rank = environ.get("PET_NODE_RANK", "")
     if rank and rank != str(node):
         headline = f"this is node {rank} by PET_NODE_RANK and pod {node} by its name: the address of node 0 is not told"

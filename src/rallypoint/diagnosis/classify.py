@@ -36,6 +36,13 @@ def says(cause: str, text: str) -> re.Match[str] | None:
     return next((found for found in tried if found is not None), None)
 
 
+def words_of(cause: str, error: Raised) -> re.Match[str]:
+    """Return the text of this cause in an exception that was recognised by it."""
+    found = says(cause, error.message)
+    assert found is not None, cause
+    return found
+
+
 def _short(kind: str) -> str:
     return kind.rpartition(".")[2]
 

@@ -18,6 +18,7 @@ from rallypoint.diagnosis.raised import Frame as Frame
 from rallypoint.diagnosis.raised import Raised as Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host.devices import Found
+from rallypoint.host.kernel_files import cgroup_folders, number_in, text_of
 from rallypoint.host.probe import Reached
 
 
@@ -249,10 +250,9 @@ class MemoryCounters(msgspec.Struct, frozen=True):
     path: str = ""  # the file that oom_kills was read from; "" when there is none
     total: int = 0  # bytes of the machine; 0: unknown
     available: int = 0  # of these what can still be had
+    cached: int = 0  # of `current` what the kernel takes back when others need it
 
 
-# cgroup v1 writes "no limit" as the largest page-aligned number; nobody has an exbibyte.
-_NO_LIMIT = 1 << 60
 _KILLED = re.compile(r"Kill(?:ed)? process (\d+)")
 # The kernel stamps its log with a clock that may run a little behind CLOCK_MONOTONIC.
 _LOG_SLACK = 1.0
@@ -269,21 +269,26 @@ def memory_counters(root: str = "/") -> MemoryCounters:
     In a container the path of /proc/self/cgroup may lie outside what is mounted; then the nearest
     folder above it counts. `root` is for tests.
     """
-    groups = _cgroups(os.path.join(root, "proc/self/cgroup"))
-    words = _words(os.path.join(root, "proc/meminfo"))
-    told = dict(re.findall(r"^(\w+):\s+(\d+) kB", words, re.MULTILINE))
-    found = MemoryCounters()
-    for mount, version, names in _MOUNTS:
-        if version in groups and not (found.path or found.limit):
-            found = _counters(os.path.join(root, "sys/fs/cgroup", mount), groups[version], names)
+    told = dict(re.findall(r"^(\w+):\s+(\d+) kB", text_of(root, "proc/meminfo"), re.MULTILINE))
     total, available = (int(told.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return msgspec.structs.replace(found, total=total, available=available)
+    kills, path, limit, current, cached = 0, "", 0, 0, 0
+    for folder, unified in cgroup_folders("memory", root):
+        events, limit_name, current_name = _V2 if unified else _V1
+        counted = re.search(r"^oom_kill (\d+)", text_of(folder, events), re.MULTILINE)
+        if counted and not path:
+            kills, path = int(counted[1]), os.path.join(folder, events)
+        bound = number_in(folder, limit_name)
+        if bound and (not limit or bound < limit):
+            limit, current = bound, number_in(folder, current_name)
+            found = _CACHED.search(text_of(folder, "memory.stat"))
+            cached = int(found[1]) if found else 0
+    return MemoryCounters(kills, limit, current, path, total, available, cached)
 
 
 _V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
 _V2 = ("memory.events", "memory.max", "memory.current")
-_MOUNTS = (("memory", 1, _V1), ("", 2, _V2), ("unified", 2, _V2))
-"""Folders below /sys/fs/cgroup, the version there, and its files: events, limit, use."""
+"""Files of a control group, by its version: events, limit, use."""
+_CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)", re.MULTILINE)
 
 
 def difference(
@@ -344,44 +349,3 @@ def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, 
         if stamp.isdigit() and int(stamp) / 1e6 >= since - _LOG_SLACK:
             pids.update((int(pid), None) for pid in _KILLED.findall(message))
     return tuple(pids), whole
-
-
-def _cgroups(path: str) -> dict[int, str]:
-    """Return this process's cgroup by version: of the memory controller of 1, and of 2."""
-    found: dict[int, str] = {}
-    for line in _words(path).splitlines():
-        hierarchy, controllers, cgroup = [*line.split(":", 2), "", ""][:3]
-        if hierarchy == "0" and not controllers:
-            found[2] = cgroup
-        elif "memory" in controllers.split(","):
-            found[1] = cgroup
-    return found
-
-
-def _counters(mount: str, cgroup: str, names: tuple[str, str, str]) -> MemoryCounters:
-    """Return the counters of a cgroup, and the smallest limit of it and those above it."""
-    events, limit_name, current_name = names
-    kills, source, limit, current = 0, "", 0, 0
-    parts = [part for part in cgroup.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        folder = os.path.join(mount, *parts[:depth])
-        counted = re.search(r"^oom_kill (\d+)", _words(os.path.join(folder, events)), re.MULTILINE)
-        if counted and not source:
-            kills, source = int(counted[1]), os.path.join(folder, events)
-        bound = _number(os.path.join(folder, limit_name))
-        if 0 < bound < _NO_LIMIT and (not limit or bound < limit):
-            limit, current = bound, _number(os.path.join(folder, current_name))
-    return MemoryCounters(kills, limit, current, source)
-
-
-def _number(path: str) -> int:
-    words = _words(path).strip()
-    return int(words) if words.isdigit() else 0
-
-
-def _words(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rallypoint.errors import Advice
+
 
 class Frame(msgspec.Struct, frozen=True):
     """One line of a Python stack."""
@@ -40,4 +42,4 @@ class Raised(msgspec.Struct, frozen=True):
     # recognised (group-twice)
     code: str = ""
     why: tuple[str, ...] = ()  # with a code: the facts
-    help: tuple[tuple[str, str], ...] = ()  # with a code: (sentence, line to type)
+    help: Advice = ()  # with a code: (sentence, line to type)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.clock import Clock
+from rallypoint.errors import Advice
 from rallypoint.host import resolver
 from rallypoint.host.interfaces import Interface, InterfaceAddress, interfaces, scope
 from rallypoint.host.resolver import Answer
@@ -46,7 +47,7 @@ class Problem:
     grave: bool
     sentence: str  # what is wrong: subject first, no full stop
     why: tuple[str, ...] = ()  # facts anyone could check
-    help: tuple[tuple[str, str], ...] = ()  # (sentence, command or "")
+    help: Advice = ()  # (sentence, command or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,11 +208,8 @@ def main_thread_place(pid: int) -> tuple[str, int] | None:
     if found is None or found.state not in "SD":
         return None
     for source in ("syscall", "wchan"):
-        try:
-            with open(f"{_PROC}/{pid}/task/{pid}/{source}", "rb") as file:
-                return file.read().decode("ascii", "replace"), found.cpu
-        except OSError:
-            continue
+        if text := _content(f"{pid}/task/{pid}/{source}"):
+            return text.decode("ascii", "replace"), found.cpu
     return None
 
 

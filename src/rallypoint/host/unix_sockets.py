@@ -8,6 +8,7 @@ dead owners left is swept when the next socket is made.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import os
@@ -46,6 +47,15 @@ _held: dict[str, tuple[int, int]] = {}
 """Folders of this process: the lock's descriptor, and the pid, which a forked child does not share.
 Never looked at by a sweep: closing any descriptor of the lock file would drop the lock (fcntl(2)).
 Entered before the folder is made: two threads may make one."""
+
+
+def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that came beside bytes (SCM_RIGHTS)."""
+    fds = array.array("i")
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+    return fds.tolist()
 
 
 def private_socket(name: str) -> tuple[socket.socket, str]:

@@ -23,6 +23,7 @@ import msgspec
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host import memory_files
+from rallypoint.host.unix_sockets import descriptors_in
 from rallypoint.launcher.program import Program, Task
 
 # A packet must fit the socket's send buffer (212,992 bytes by default on Linux). The largest is a
@@ -521,12 +522,7 @@ def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Packet | None, list
         )
     except ConnectionResetError:  # the peer died with unread packets
         return None, []
-    fds: list[int] = []
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers = array.array("i")
-            numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
-            fds.extend(numbers)
+    fds = descriptors_in(ancillary)
     if told & socket.MSG_CTRUNC:
         for fd in fds:
             os.close(fd)

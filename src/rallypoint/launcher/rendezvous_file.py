@@ -30,6 +30,8 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import process_status, processes, system_calls
+from rallypoint.host.kernel_files import text_of
+from rallypoint.host.port_holder import user_name
 from rallypoint.record.disk_writer import DiskWriter
 
 TRIES = 16
@@ -207,7 +209,7 @@ def take(folder: str, job: str) -> RendezvousFile:
     "rendezvous-unwritable" why it cannot be had at all.
     """
     look(folder)
-    record = Record(job, own_identity(), _user(), Clock().wall())
+    record = Record(job, own_identity(), user_name(os.geteuid()), Clock().wall())
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
@@ -276,8 +278,8 @@ def own_identity() -> ProcessIdentity:
     found = process_status.status("self")
     return ProcessIdentity(
         host=socket.gethostname(),
-        machine=_text("/etc/machine-id"),
-        boot=_text("/proc/sys/kernel/random/boot_id"),
+        machine=text_of("/etc/machine-id").strip(),
+        boot=text_of("/proc/sys/kernel/random/boot_id").strip(),
         pids=os.readlink("/proc/self/ns/pid"),
         pid=os.getpid(),
         ticks=found.started if found is not None else 0,
@@ -377,20 +379,3 @@ def _silent(folder: str, timeout: float) -> EnvironmentProblem:
 def _unwritable(folder: str, error: OSError) -> EnvironmentProblem:
     why = os.strerror(error.errno or 0)
     return _refused(f"the meeting place {folder} cannot be written: {why}")
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Advice, UsageError
 from rallypoint.record.events import Event
 from rallypoint.record.kept_plan import KeptPlan
 from rallypoint.record.run_folder import CUT, PastRun, is_running, name_of, past_runs, reason_of
@@ -136,7 +136,7 @@ def find(root: str, word: str = "", command: str = "show") -> str:
     raise UsageError("usage", f"no run is called {word}, nor has it in its name", help=_LIST)
 
 
-def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> tuple[tuple[str, str], ...]:
+def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> Advice:
     return tuple(
         ("the newest is" if i == 0 else "or", f"rallypoint {command} {run.job}")
         for i, run in enumerate(runs[:most])

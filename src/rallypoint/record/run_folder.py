@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.errors import Advice, EnvironmentProblem, UsageError
 from rallypoint.host.state_folder import state_folder
 from rallypoint.record.disk_writer import DiskWriter
 
@@ -106,7 +106,7 @@ def reason_of(error: OSError) -> str:
     return os.strerror(number) if number else str(error)
 
 
-def writable(error: OSError, path: str, option: str) -> tuple[tuple[str, str], ...]:
+def writable(error: OSError, path: str, option: str) -> Advice:
     """Return the help for a folder that cannot be written: a full disk is not mended by
     permissions."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

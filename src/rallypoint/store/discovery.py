@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.errors import Advice, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from rallypoint.wire.messages import Identity
@@ -269,7 +269,7 @@ _MOUNTED = (
 )
 
 
-def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
+def _private(path: str, content: bytes) -> Advice:
     """Make the help for a file that others may use. One that does not look like a secret may be one
     that others need: nobody may be led to type `chmod 600 /etc/passwd`."""
     if len(content.splitlines()) <= 1:
@@ -312,15 +312,13 @@ def _check_file(
         )
 
 
-def _unreadable(shown: str, why: str, help: tuple[tuple[str, str], ...] = ()) -> EnvironmentProblem:
+def _unreadable(shown: str, why: str, help: Advice = ()) -> EnvironmentProblem:
     return EnvironmentProblem(
         "secret-unreadable", f"the secret in {shown} cannot be used: {why}", help=help
     )
 
 
-def needed_secret(
-    path: str, missing: str, why: str, command: str, help: tuple[tuple[str, str], ...] = ()
-) -> bytes:
+def needed_secret(path: str, missing: str, why: str, command: str, help: Advice = ()) -> bytes:
     """Read the secret that several machines share. `path` is "" when none was named: raises
     UsageError `secret-missing` with this headline and reason, and `help`, or else `command` to name
     one with."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 
 from rallypoint.errors import UsageError
+from rallypoint.host.kernel_files import cgroup_folders, number_in
 from rallypoint.wire.messages import Limits
 
 SHARE = 4
@@ -105,42 +105,9 @@ def memory(root: str = "/") -> int:
     """Return the bytes of memory that this process may use: the machine's, or its control group's
     where that is smaller."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    found += [limit for limit in map(_number, _group_files(root)) if limit > 0]
-    return min(found)
-
-
-def _group_files(root: str) -> list[str]:
-    """List the files that may hold a limit: of our own control group and of every one above it,
-    versions 2 and 1."""
-    mount = os.path.join(root, "sys/fs/cgroup")
-    files = []
-    with (
-        contextlib.suppress(OSError),
-        open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as lines,
-    ):
-        for line in lines:
-            _, controllers, group = line.rstrip("\n").split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            folder, name = (
-                (os.path.join(mount, "memory"), "memory.limit_in_bytes")
-                if controllers
-                else (mount, "memory.max")
-            )
-            parts = [part for part in group.split("/") if part]
-            files += [
-                os.path.join(folder, *parts[:depth], name) for depth in range(len(parts), -1, -1)
-            ]
-    return files
-
-
-def _number(path: str) -> int:
-    """Read a number; 0 where there is no file, or no limit ("max")."""
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 0
+    for folder, unified in cgroup_folders("memory", root):
+        found.append(number_in(folder, "memory.max" if unified else "memory.limit_in_bytes"))
+    return min(filter(None, found))
 
 
 def _no_size(text: str) -> UsageError:

@@ -90,8 +90,7 @@ def sizes_differ(case: Case, error: Raised) -> Report:
     """Tell that gloo got more than the rank's own call had asked for: at fault is the rank or the
     peer, and gloo does not say which peer.
     """
-    found = classify.says("sizes-differ", error.message)
-    assert found is not None
+    found = classify.words_of("sizes-differ", error)
     ended = case.first.ended
     return told(
         case,
@@ -116,8 +115,7 @@ def calls_differ(case: Case, error: Raised) -> Report:
     """Tell that torch compared the calls of the ranks before they were made, and names two that
     differ.
     """
-    found = classify.says("calls-differ", error.message)
-    assert found is not None
+    found = classify.words_of("calls-differ", error)
     rank, kind, peer, theirs = found.groups()
     headline = f"rank {rank} was in {kind}, and rank {peer} in {theirs}"
     if kind == theirs:
@@ -140,8 +138,7 @@ def calls_differ(case: Case, error: Raised) -> Report:
 
 def models_differ(case: Case, error: Raised) -> Report:
     """Tell that DDP counted the parameters of each rank, before it began, and they differ."""
-    found = classify.says("models-differ", error.message)
-    assert found is not None
+    found = classify.words_of("models-differ", error)
     rank, number, other, others = map(int, found.groups())
     nothing = 0 in (number, others)
     why = "DDP averages parameter by parameter, so every rank must build the same model"
@@ -170,8 +167,7 @@ def models_differ(case: Case, error: Raised) -> Report:
 
 def calls_mismatched(case: Case, error: Raised) -> Report:
     """Tell that NCCL itself sees that the ranks' calls differ."""
-    found = classify.says("calls-mismatched", error.message)
-    assert found is not None
+    found = classify.words_of("calls-mismatched", error)
     rank = found["rank"]
     why = "every rank of a group must make the same collective calls in the same order, with the same sizes"
     if found["local"]:  # of one message, whose size NCCL also works out from its own settings

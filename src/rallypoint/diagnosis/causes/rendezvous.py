@@ -91,8 +91,7 @@ def group_twice(case: Case, error: Raised) -> Report:
 
 def parameter_missing(case: Case, error: Raised) -> Report:
     """Tell of an init_method that names a place alone, and no rank or world_size beside it."""
-    found = classify.says("parameter-missing", error.message)
-    assert found is not None
+    found = classify.words_of("parameter-missing", error)
     name, scheme = found["name"].replace(" ", "_"), found["scheme"] or "tcp"
     return told(
         case,
@@ -156,8 +155,7 @@ def url_incomplete(case: Case, error: Raised) -> Report:
 
 def scheme_unknown(case: Case, error: Raised) -> Report:
     """Tell of an init_method that begins with a scheme for which this torch has no code."""
-    found = classify.says("scheme-unknown", error.message)
-    scheme = found[1] if found is not None else ""
+    scheme = classify.words_of("scheme-unknown", error)[1]
     why = "torch knows env://, tcp://HOST:PORT and file:///absolute/path"
     helps: tuple[Help, ...] = (_LEAVE_OUT,)
     if scheme == "tcp":
@@ -170,8 +168,7 @@ def scheme_unknown(case: Case, error: Raised) -> Report:
 
 def address_cut(case: Case, error: Raised) -> Report:
     """Tell that gloo got a piece of an address: it cuts what a peer wrote by its own world_size."""
-    found = classify.says("address-cut", error.message)
-    assert found is not None
+    found = classify.words_of("address-cut", error)
     whole, piece = int(found[1]), int(found[2])
     size = "a smaller" if piece < whole else "another"
     return told(
@@ -203,8 +200,7 @@ def host_unresolved(case: Case, error: Raised) -> Report:
 
 def ssh_unresolved(case: Case, error: Raised) -> Report:
     """Tell that ssh, by which mpirun, pdsh and others start processes elsewhere, found no address."""
-    found = classify.says("ssh-unresolved", error.message)
-    assert found is not None
+    found = classify.words_of("ssh-unresolved", error)
     host, alone = found["host"], found["host"].partition(":")[0]
     why = ""
     help = Help("ask the resolver of this machine", f"getent hosts {host}")
@@ -218,8 +214,7 @@ def ssh_unresolved(case: Case, error: Raised) -> Report:
 
 def ssh_failed(case: Case, error: Raised) -> Report:
     """Tell of a machine on which nothing could be started by ssh."""
-    found = classify.says("ssh-failed", error.message)
-    host = found["host"] if found is not None else "the host"
+    host = classify.words_of("ssh-failed", error)["host"]
     headline = f"{host} could not be reached by ssh, which starts the processes there"
     help = Help("see what ssh itself says", f"ssh -o BatchMode=yes {host} true")
     return told(case, "address-unreachable", headline, error, help=(help,))
@@ -289,8 +284,7 @@ def variable_missing(case: Case, error: Raised) -> Report:
     """Tell of a variable that init_process_group reads and that is not set: who removed it, when we
     had set it.
     """
-    found = classify.says("variable-missing", error.message)
-    assert found is not None
+    found = classify.words_of("variable-missing", error)
     variable = found[1]
     line = case.first.meeting.line if case.first.meeting is not None else ""
     ours = bool(case.job.held_address)  # rallypoint set them all
@@ -324,8 +318,7 @@ def variable_missing(case: Case, error: Raised) -> Report:
 
 def interface_missing(case: Case, error: Raised) -> Report:
     """Tell that gloo was to use a network interface that is not there."""
-    found = classify.says("interface-missing", error.message)
-    name = found[1] if found is not None else ""
+    name = classify.words_of("interface-missing", error)[1]
     return told(
         case,
         "interface-missing",

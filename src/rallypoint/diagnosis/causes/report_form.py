@@ -31,7 +31,10 @@ class Fields(TypedDict, total=False):
     """Fields of a report that a cause may give instead of those that follow from its case."""
 
     where: str
+    why: str
+    evidence: Iterable[str]
     then: str
+    help: Iterable[Help]
     timeline: tuple[Moment, ...]
     said: tuple[Said, ...]
     logs: tuple[str, ...]
@@ -40,44 +43,25 @@ class Fields(TypedDict, total=False):
     exit_status: int
 
 
-def account(
-    case: Case,
-    code: str,
-    headline: str,
-    *,
-    why: str = "",
-    evidence: Iterable[str] = (),
-    help: Iterable[Help] = (),
-    **fields: Unpack[Fields],
-) -> Report:
+def account(case: Case, code: str, headline: str, **fields: Unpack[Fields]) -> Report:
     """Make a report about a case: its ranks, their logs, and what became of the others."""
     report = Report(
         code,
         headline,
-        why=why,
         confidence=case.confidence,
-        evidence=tuple(evidence),
+        evidence=tuple(fields.pop("evidence", ())),
         then=case.then,
-        help=tuple(help),
+        help=tuple(fields.pop("help", ())),
         logs=logs(case),
         ranks=case.numbers,
     )
     return replace(report, **fields)
 
 
-def told(
-    case: Case,
-    code: str,
-    headline: str,
-    error: Raised,
-    *,
-    why: str = "",
-    evidence: Iterable[str] = (),
-    help: Iterable[Help] = (),
-    **fields: Unpack[Fields],
-) -> Report:
+def told(case: Case, code: str, headline: str, error: Raised, **fields: Unpack[Fields]) -> Report:
     """Make a report about an exception."""
-    rank, evidence, help = case.first, tuple(evidence), tuple(help)
+    rank, why = case.first, fields.get("why", "")
+    evidence, help = tuple(fields.get("evidence", ())), tuple(fields.get("help", ()))
     room = TRACEBACK_LINES - sum(1 + len(one.command.splitlines()) for one in help)
     quoted = traceback_said(rank, error, max(room, TRACEBACK_LINES_LEAST))
     if not why and case.confidence != "certain":
@@ -89,26 +73,17 @@ def told(
     if error.caught_at is None and rank.ended is not None and rank.ended.signal and not rank.sent:
         evidence += (f"its process then ended by {signal_name(rank.ended.signal)}",)
     known: Fields = {"said": quoted, "where": where(case, rank, error), **fields}
-    return account(case, code, headline, why=why, evidence=evidence, help=help, **known)
+    known |= {"why": why, "evidence": evidence, "help": help}
+    return account(case, code, headline, **known)
 
 
-def of_end(
-    case: Case,
-    code: str,
-    headline: str,
-    *,
-    why: str = "",
-    evidence: Iterable[str] = (),
-    help: Iterable[Help] = (),
-    **fields: Unpack[Fields],
-) -> Report:
+def of_end(case: Case, code: str, headline: str, **fields: Unpack[Fields]) -> Report:
     """Make a report about how a process ended."""
     rank = case.first
-    if case.confidence != "certain" and not why:
-        why = "other ranks ended too, and nothing shows that they ended for another reason"
-    report = account(case, code, headline, why=why, evidence=evidence, help=help)
-    report = replace(report, timeline=timeline(case), exit_status=status_of(rank))
-    report = replace(report, **fields)
+    known: Fields = {"timeline": timeline(case), "exit_status": status_of(rank), **fields}
+    if case.confidence != "certain" and not known.get("why"):
+        known["why"] = "other ranks ended too, and nothing shows that they ended for another reason"
+    report = account(case, code, headline, **known)
     return report if report.where else replace(report, where=whereabout(case, rank))
 
 

@@ -106,14 +106,14 @@ def _cut_short(
     code: str,
     headline: str,
     seen: tuple[str, ...],
-    help: Sequence[Help] = (),
     **fields: Unpack[Fields],
 ) -> Report:
     """Make a report about a job that was stopped, with a line for each place where ranks were."""
-    lines = whereabouts(job, job.ranks, Case(job, job.ranks, "").root)
-    why = "where the ranks were:" if lines else "no rank had been started"
     case = Case(job, (), "")
-    return account(case, code, headline, why=why, evidence=(*lines, *seen), help=help, **fields)
+    lines = whereabouts(job, job.ranks, case.root)
+    fields["why"] = "where the ranks were:" if lines else "no rank had been started"
+    fields["evidence"] = (*lines, *seen)
+    return account(case, code, headline, **fields)
 
 
 def launcher_died(job: JobEvidence, then: str) -> Report:

@@ -180,27 +180,17 @@ def memory(root: str = "/") -> list[Finding]:
     killed for memory."""
     from rallypoint.diagnosis.evidence import memory_counters
 
-    limit = used = 0
-    for folder, unified in cgroup_folders("memory", root):
-        bound = number_in(folder, "memory.max" if unified else "memory.limit_in_bytes")
-        if bound and (not limit or bound < limit):
-            limit = bound
-            used = number_in(folder, "memory.current" if unified else "memory.usage_in_bytes")
-            stat = text_of(folder, "memory.stat")
-            if cached := re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE):
-                used = max(0, used - int(cached[1]))
-    return judge_memory(memory_counters(root), limit, used)
+    return judge_memory(memory_counters(root))
 
 
-def judge_memory(counters: MemoryCounters, limit: int = 0, used: int = 0) -> list[Finding]:
-    """`limit`: bytes, the smallest of the control groups on the way up, 0 for none; `used`: by that
-    group, without caches."""
+def judge_memory(counters: MemoryCounters) -> list[Finding]:
     if not counters.total:
         return [unknown("/proc/meminfo cannot be read")]
     free, of = counters.available, f"of {size(counters.total)}"
     help = [("see who has it", "ps -eo pid,user,rss,args --sort=-rss | head")]
+    limit = counters.limit
     if 0 < limit < counters.total:
-        free = min(free, max(0, limit - used))
+        free = min(free, max(0, limit - max(0, counters.current - counters.cached)))
         of = f"of the {size(limit)} that this container may use (the machine has {size(counters.total)})"
         help.append(("or give the container more", "docker run --memory=64g"))
     found = []

@@ -32,6 +32,7 @@ from rallypoint.errors import (
 )
 from rallypoint.host import addresses, devices, resolver
 from rallypoint.host.ports import HeldPort, hold_port
+from rallypoint.host.probe import address_of
 from rallypoint.primitives.queue import Queue
 from rallypoint.store.client.member import Member
 from rallypoint.store.discovery import derived
@@ -181,7 +182,7 @@ def run_client(
 
     `port_range`: of the port to which the other comes, both ends included.
     """
-    asked = peer_findings.joined(host, port)
+    asked = address_of(host, port)
     try:
         with _join(host, port, secret) as member:
             return peer_findings.judge_peer(asked, _call(member, port_range))

@@ -14,6 +14,7 @@ from rallypoint.diagnosis.doctor import finding
 from rallypoint.diagnosis.doctor.finding import Finding, duration, size
 from rallypoint.diagnosis.report import Help
 from rallypoint.errors import RallypointError, StoreTimeout
+from rallypoint.host.probe import address_of
 
 PEER = "peer"
 """Check name of all these findings."""
@@ -79,10 +80,12 @@ def judge_peer(asked: str, met: PeerContact) -> list[Finding]:
     us, other, ours = met.us.host, met.other.host, met.seen or met.mine
     closed = []
     if met.there:
-        fact = f"{asked}: {us} does not reach {other} at {joined(met.address, met.there_port)}: {met.there}"
+        fact = f"{asked}: {us} does not reach {other} at {address_of(met.address, met.there_port)}: {met.there}"
         closed.append(_closed(fact, other, ours, met))
     if met.back:
-        fact = f"{asked}: {other} does not reach {us} at {joined(ours, met.back_port)}: {met.back}"
+        fact = (
+            f"{asked}: {other} does not reach {us} at {address_of(ours, met.back_port)}: {met.back}"
+        )
         closed.append(_closed(fact, us, met.address, met))
     if closed:
         return closed
@@ -221,7 +224,7 @@ def waiting(
     help = tuple(
         Help(
             "or" if i else "on the other machine",
-            f"rallypoint doctor --peer {shlex.quote(joined(address, port))}{to_type}",
+            f"rallypoint doctor --peer {shlex.quote(address_of(address, port))}{to_type}",
         )
         for i, address in enumerate(addresses or (host,))
     )
@@ -236,7 +239,3 @@ def nobody(port: int, seconds: float) -> Finding:
         ("see whether a firewall of this machine lets it in", "sudo nft list ruleset"),
         why=("packets are dropped on the way, or no rallypoint doctor --peer was started",),
     )
-
-
-def joined(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -16,6 +16,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.doctor.finding import Finding, duration, fault, note, ok, size
 from rallypoint.diagnosis.report import Help, Report
+from rallypoint.errors import Advice
 
 RANKS = 2
 
@@ -56,7 +57,7 @@ class TrialOutcome(NamedTuple):
     problem: str = ""  # one sentence, when it failed before there were ranks
     code: str = ""  # of that problem
     why: tuple[str, ...] = ()
-    help: tuple[tuple[str, str], ...] = ()
+    help: Advice = ()
 
 
 Trial = Callable[[Backend, int, float], TrialOutcome]

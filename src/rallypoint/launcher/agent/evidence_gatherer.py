@@ -27,6 +27,7 @@ from rallypoint.diagnosis.evidence import (
 )
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
+from rallypoint.host.kernel_files import text_of
 from rallypoint.host.probe import Reached
 from rallypoint.launcher import job_diagnosis
 from rallypoint.launcher.agent.console import SETTLE_TIMEOUT, Console
@@ -204,7 +205,7 @@ class EvidenceGatherer:
         try:  # one question for all, and one deadline: 64 ranks have 64 files
             if not self._disk_is_silent:
                 return self._writer.ask(
-                    lambda: [*map(_read_error_file, paths)], ERROR_FILES_TIMEOUT
+                    lambda: [text_of(path, most=1 << 20) for path in paths], ERROR_FILES_TIMEOUT
                 )
         except TimeoutError:
             self._disk_is_silent = True
@@ -259,14 +260,6 @@ def _position(handle: RankHandle, *, asked: bool) -> RankEvidence:
         rank=handle.rank, local_rank=handle.local_rank, pid=handle.pid, phase=handle.phase, phase_at=handle.phase_at, ended=handle.ended,
         handled=tuple(handle.caught.values()), meeting=handle.meeting, stack=handle.stack() if asked else (),
     )  # fmt: skip
-
-
-def _read_error_file(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read(1 << 20)
-    except OSError:
-        return ""
 
 
 def _holders(ranks: Sequence[RankHandle]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from rallypoint.diagnosis import evidence
 from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import (
+    Advice,
     EnvironmentProblem,
     InternalError,
     LaunchTimeout,
@@ -215,7 +216,7 @@ def _agent_died(agent: agent_pool.PooledAgent, memory: MemoryCounters) -> Enviro
         "its ranks were stopped by its guard",
         "what it said last, if anything, is on this program's own stderr",
     )
-    help: tuple[tuple[str, str], ...] = ()
+    help: Advice = ()
     seen = evidence.difference(memory, evidence.memory_counters())
     if seen.oom_kills:
         from rallypoint.diagnosis.causes.wording import size

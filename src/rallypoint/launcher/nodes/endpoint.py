@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rallypoint.clusters import secret_source
-from rallypoint.errors import EnvironmentProblem, RallypointError, StoreUnreachable, UsageError
+from rallypoint.errors import (
+    Advice,
+    EnvironmentProblem,
+    RallypointError,
+    StoreUnreachable,
+    UsageError,
+)
 from rallypoint.host import addresses, ports, probe, resolver
 from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import rendezvous_file
@@ -305,9 +311,7 @@ def not_let_in(nodes: Nodes, error: StoreUnreachable) -> RallypointError:
     return kind(error.code, headline, why=why, help=help)
 
 
-def lead_not_reached(
-    nodes: Nodes, *why: str, help: tuple[tuple[str, str], ...] = ()
-) -> EnvironmentProblem:
+def lead_not_reached(nodes: Nodes, *why: str, help: Advice = ()) -> EnvironmentProblem:
     """Return that the lead was not reached in time, with what the last tries said."""
     return EnvironmentProblem(
         "join-timeout",

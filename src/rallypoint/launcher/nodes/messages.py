@@ -15,6 +15,7 @@ import msgspec
 from rallypoint.diagnosis.evidence import Meeting, NodeEvidence, RankEvidence
 from rallypoint.diagnosis.rank_snapshot import RankStanding
 from rallypoint.diagnosis.report import Report
+from rallypoint.errors import Advice
 from rallypoint.world import Seat
 
 
@@ -233,7 +234,7 @@ class Refused(NodeMessage):
     code: str
     headline: str
     why: tuple[str, ...] = ()
-    help: tuple[tuple[str, str], ...] = ()
+    help: Advice = ()
     status: int = 2
 
 

@@ -343,12 +343,10 @@ class Client:
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a key. Raises KeyError when there is none."""
-        reply, body = self.ask(Get, key_of(key))
-        if type(reply) is Value:
-            self._saw(key, reply.modified)
-            return self.decoded(reply, body)
-        self._saw(key, 0)
-        raise KeyError(key)
+        value = self.get(key, ABSENT)
+        if value is ABSENT:
+            raise KeyError(key)
+        return value
 
     def __setitem__(self, key: str, value: object) -> None:
         """Write a key; returns when the server has it. See `set`."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.errors import StoreUnreachable
+from rallypoint.errors import Advice, StoreUnreachable
 from rallypoint.host import probe, process_status
 from rallypoint.store.address import Address
 from rallypoint.store.client.connect import TELLING, Failure, Reason
-from rallypoint.store.client.failures import Help
 
 CODES: dict[Reason, str] = {
     "refused": "port-refused",
@@ -29,7 +28,7 @@ CODES: dict[Reason, str] = {
     "store-closed": "store-closed",
 }
 
-HELP: dict[str, Help] = {
+HELP: dict[str, Advice] = {
     "port-refused": (
         (
             "is the server running, and is this its port? it prints its address when it starts",
@@ -131,7 +130,7 @@ def unreachable(
     )
 
 
-def stopped(pid: int) -> tuple[tuple[str, ...], Help]:
+def stopped(pid: int) -> tuple[tuple[str, ...], Advice]:
     """Return why a server gives no answer and what to do, if its process, which is on this host,
     stands still. `pid`: 0 if it is not known.
     """
@@ -175,7 +174,7 @@ def _folded(failures: Sequence[Failure], since: float, now: float, kinds: int) -
     return f"{len(failures)} attempts{took}: {', '.join(parts)}"
 
 
-def _help(code: str, address: Address) -> Help:
+def _help(code: str, address: Address) -> Advice:
     if address.path and code in ("port-refused", "store-silent"):
         return (
             ("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),

@@ -23,7 +23,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import memory
-from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED
+from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED, descriptors_in
 from rallypoint.store.client.call import Call
 from rallypoint.store.client.connect import Opened
 from rallypoint.store.client.failures import of_a_handler
@@ -383,8 +383,9 @@ class Connection:
         try:
             if lends and self.local:
                 data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
-                if ancillary or flags & TRUNCATED:
-                    self._take_descriptors(ancillary, flags)
+                self._descriptors.extend(descriptors_in(ancillary) if ancillary else ())
+                if flags & TRUNCATED:
+                    self._descriptors.append(-1)
             else:
                 data = self._recv(READ_BYTES)
         except BlockingIOError:
@@ -463,15 +464,6 @@ class Connection:
             self._traffic[1] += count
             missing -= count
         return view
-
-    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-                self._descriptors.extend(fds)
-        if flags & TRUNCATED:
-            self._descriptors.append(-1)
 
     def _read_shared(self, size: int) -> memoryview:
         """Read the bytes of a value that came as a descriptor."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.errors import (
+    Advice,
     BarrierBroken,
     BarrierMismatch,
     Compacted,
@@ -28,9 +29,6 @@ from rallypoint.store.client.call import Call, outcome_of, told_of
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
 from rallypoint.wire.messages import Failed, Refusal, Request
-
-Help = tuple[tuple[str, str], ...]
-"""Sentences of advice, each with what to type."""
 
 _LIMITS = {"value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting"}
 _TYPES = {"wrong-type", "integer-overflow"}
@@ -147,7 +145,7 @@ class SessionEnd:
         again: str = "",
         refusal: Refusal | None = None,
         why: tuple[str, ...] = (),
-        help: Help = (),
+        help: Advice = (),
     ) -> None:
         """Note the reason. `undone`: what was sent once and has no answer was not carried out.
         `refusal`: the session was lost, and not closed."""
@@ -187,7 +185,7 @@ def lost_session(
     silent: float,
     refusal: Refusal,
     unreached: StoreUnreachable | None,
-    stopped: tuple[tuple[str, ...], Help],
+    stopped: tuple[tuple[str, ...], Advice],
 ) -> SessionEnd:
     """Make the end of a session that was lost.
 
@@ -195,7 +193,7 @@ def lost_session(
     has said anything: what became of the attempts to reach it; `stopped`: why and help, when its
     process is seen to stand still.
     """
-    help: Help = ()
+    help: Advice = ()
     why: tuple[str, ...]
     if unreached is not None:
         headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"

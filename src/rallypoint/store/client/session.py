@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
-from rallypoint.errors import RallypointError, StoreTimeout, StoreUnreachable
+from rallypoint.errors import Advice, RallypointError, StoreTimeout, StoreUnreachable
 from rallypoint.host.unix_sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.store.client import deferred_log
@@ -37,7 +37,7 @@ from rallypoint.store.client.connection import (
     ServerCloses,
     TooLate,
 )
-from rallypoint.store.client.failures import Help, SessionEnd, lost_session
+from rallypoint.store.client.failures import SessionEnd, lost_session
 from rallypoint.store.client.keepalive import KeepAlive
 from rallypoint.store.client.lease import SURE, Leases
 from rallypoint.store.client.reconnect import Reach
@@ -271,7 +271,7 @@ class Session:
             help=help,
         )
 
-    def _stopped(self, problem: StoreUnreachable | None) -> tuple[tuple[str, ...], Help]:
+    def _stopped(self, problem: StoreUnreachable | None) -> tuple[tuple[str, ...], Advice]:
         """Return why and help when the server's process is seen to stand still. `problem`: why it
         was not reached, if it was not.
         """

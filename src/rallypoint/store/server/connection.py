@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from rallypoint.host.memory import Segment
-from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED
+from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED, descriptors_in
 from rallypoint.wire.frames import Cutter, framed
 from rallypoint.wire.messages import Freed, encode
 
@@ -159,11 +159,7 @@ class Peer:
     def _descriptors_of(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         if self.descriptors is None:
             self.descriptors = deque()
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-                self.descriptors.extend(fds)
+        self.descriptors.extend(descriptors_in(ancillary))
         if (
             flags & TRUNCATED
         ):  # its place stays: the next request's descriptor must not be taken for this one's

@@ -22,7 +22,7 @@ from rallypoint.launcher.launch.marshalling import object_path, unpicklable
 from rallypoint.launcher.launch.marshalling.global_reads import Read, reads
 from rallypoint.launcher.launch.marshalling.importable import is_users
 from rallypoint.launcher.launch.marshalling.unpicklable import ObjectRefused
-from rallypoint.wire.values import shown
+from rallypoint.wire.values import article, shown
 
 SCANNED_MOST = 5000
 """Maximum functions whose code is read for one call (a thousand take 0.1 s)."""
@@ -83,7 +83,7 @@ def bind(fn: object, args: object, kwargs: object, *, pass_rank: bool = False) -
 def _check_function(fn: Any) -> None:
     """Refuse what is no function, and a function whose result cannot come back from a rank."""
     if not callable(fn):
-        given, name = f"{_article(type(fn).__name__)} {type(fn).__name__}", "train"
+        given, name = article(type(fn).__name__), "train"
         if fn is None:
             given = "None"
         elif inspect.iscoroutine(fn) or inspect.isgenerator(fn):
@@ -125,7 +125,7 @@ def _args(args: object) -> tuple[Any, ...]:
         return tuple(args)
     text = repr(args) if _short(args) else "x"
     raise _usage(
-        f"args is a tuple, and was given {_article(type(args).__name__)} {type(args).__name__}",
+        f"args is a tuple, and was given {article(type(args).__name__)}",
         ("put it in a tuple", f"wrong:  args={text}\nright:  args=({text},)"),
     )
 
@@ -135,9 +135,7 @@ def _kwargs(kwargs: object) -> dict[str, Any]:
         return {}
     wrong = ""
     if not isinstance(kwargs, dict):
-        wrong = (
-            f"is a dict, and was given {_article(type(kwargs).__name__)} {type(kwargs).__name__}"
-        )
+        wrong = f"is a dict, and was given {article(type(kwargs).__name__)}"
     elif keys := [key for key in kwargs if not isinstance(key, str)]:
         wrong = f"has a key that is no name: {shown(keys[0])}"
     if wrong:
@@ -182,10 +180,6 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, pass_rank
     if pass_rank:
         given.append("pass_rank=True")
     return f"rallypoint.launch({', '.join(given)})"
-
-
-def _article(word: str) -> str:
-    return "an" if word[:1].lower() in "aeiou" else "a"
 
 
 def _usage(headline: str, *help: tuple[str, str]) -> UsageError:
@@ -293,7 +287,7 @@ def refusal(
     else:
         name = type_name(culprit if place.holder is None else place.holder)
         at = place.holder_text or place.text
-        reason = f"{_article(name)} {name} cannot cross into another process"
+        reason = f"{article(name)} cannot cross into another process"
         if kind is None:
             reason = f"{reason}: {describe(error)}"
         else:
