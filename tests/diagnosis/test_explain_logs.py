@@ -98,6 +98,8 @@ def test_lines_are_counted_and_dull_ones_passed() -> None:
 
 def test_colours_bars_and_json() -> None:
     assert shown(b"\x1b[31mValueError\x1b[0m: x") == ["ValueError: x"]
+    assert shown(b"#033[31mValueError#033[0m: x ^[[0m") == ["ValueError: x"]
+    assert shown("File “a.py”".encode()) == ['File "a.py"']
     assert shown(b'{"log":"ValueError: x\\n","stream":"stderr"}') == ["ValueError: x"]
     assert shown(b'{"msg":"bad","rank":3,"exc_info":"A:\\n  b"}') == [
         "[rank3]: bad",
@@ -651,6 +653,73 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
     report = _told(log)[0]
     assert (report.code, report.confidence) == (code, confidence), render.text((report,))
     assert headline in report.headline
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("RuntimeError: CUDA error: an illegal instruction was encountered", "cuda-kernel-failed"),
+        (
+            "RuntimeError: cuda runtime error (39) : uncorrectable ECC error encountered",
+            "cuda-kernel-failed",
+        ),
+        ("RuntimeError: CUDA error: uncorrectable NVLink error detected", "cuda-kernel-failed"),
+        ("RuntimeError: Triton Error [CUDA]: misaligned address", "cuda-kernel-failed"),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS: an address", "cuda-kernel-failed"),
+        ("HW Exception by GPU node-2 (Agent handle: 0x5) reason :GPU Hang", "cuda-kernel-failed"),
+        (
+            "callbackQueue aborting with error : HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION",
+            "cuda-kernel-failed",
+        ),
+        ("RuntimeError: NPU out of memory. Tried to allocate 20.00 MiB", "rank-out-of-memory"),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", "rank-out-of-memory"),
+        (
+            "RuntimeError: UR backend failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+            "rank-out-of-memory",
+        ),
+        ("ValueError: No available memory for the cache blocks.", "rank-out-of-memory"),
+        (
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+            "rank-out-of-memory",
+        ),
+        ("MemoryError", "rank-out-of-memory"),
+        ("slurmstepd: error: Exceeded job memory limit at some point.", "rank-out-of-memory"),
+        (
+            "slurmstepd: error: Step 1.0 exceeded memory limit (9 > 8), being killed",
+            "rank-out-of-memory",
+        ),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "rank-out-of-memory"),
+        ("=>> PBS: job killed: mem 9kb exceeded limit 8kb", "rank-out-of-memory"),
+        (
+            "n1:7:9 [0] NCCL WARN Error while creating shared memory segment /dev/shm/nccl-x (size 9), error: No space left on device (28)",
+            "rank-out-of-memory",
+        ),
+        ("RuntimeError: HIP error: invalid device function", "versions-differ"),
+        ("/x/flash_attn.so: undefined symbol: _ZN3c104cuda9SetDeviceEi", "versions-differ"),
+        ("Failed to initialize NVML: Driver/library version mismatch", "cuda-init-failed"),
+        (
+            "RuntimeError: [1]: params[0] in this process with sizes [64, 3] appears not to match sizes of the same param in process 0.",
+            "collective-mismatch",
+        ),
+        ("python3: No module named torchrun", "start-failed"),
+        (
+            'OCI runtime create failed: exec: "torchrun": executable file not found in $PATH: unknown',
+            "start-failed",
+        ),
+        ("free(): invalid pointer", "rank-crashed"),
+        ("*** Error in `python': double free or corruption (!prev): 0x00 ***", "rank-crashed"),
+        ("corrupted size vs. prev_size", "rank-crashed"),
+        ("*** stack smashing detected ***: terminated", "rank-crashed"),
+        ("train.py: error: the following arguments are required: --lr", "rank-exited"),
+        ("**ValueError: shapes do not match**", "rank-raised"),
+        ("RuntimeError: Stop_waiting response is expected", "cause-unknown"),
+        ("ray.exceptions.LocalRayletDiedError: the raylet died", "cause-unknown"),
+        ("n1:7:9 [0] NCCL WARN Failed to open libibverbs.so[.1]", "cause-unknown"),
+    ],
+)
+def test_words_of_vendors(line: str, code: str) -> None:
+    """A line that stands deep in a log counts as one in a paste does."""
+    assert _told("epoch\n" * 100 + line + "\n")[0].code == code
 
 
 WORKER = """Traceback (most recent call last):

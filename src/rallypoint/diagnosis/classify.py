@@ -186,7 +186,7 @@ def recognised(line: str) -> bool:
     """Tell whether a line that has not the form of an exception names a cause."""
     if len(line) > schedulers.LONGEST or schedulers.NO_FAILURE.search(line):
         return False
-    return names_cause(line) or says("ssh-unresolved", line) is not None
+    return names_cause(line) or bool(says("ssh-unresolved", line) or _symbol_in(line))
 
 
 def says_why(error: Raised) -> bool:
@@ -376,7 +376,11 @@ def symbol_missing(error: Raised) -> tuple[str, str, bool] | None:
     In an extension for torch the symbol is torch's. None where neither is: who differs from whom is
     open.
     """
-    found = python.SYMBOL.search(error.message)
+    return _symbol_in(error.message)
+
+
+def _symbol_in(message: str) -> tuple[str, str, bool] | None:
+    found = python.SYMBOL.search(message)
     if found is None:
         return None
     library, symbol = found["library"], found["symbol"]

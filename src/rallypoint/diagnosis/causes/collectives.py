@@ -118,7 +118,9 @@ def calls_differ(case: Case, error: Raised) -> Report:
     found = classify.words_of("calls-differ", error)
     rank, kind, peer, theirs = found.groups()
     headline = f"rank {rank} was in {kind}, and rank {peer} in {theirs}"
-    if kind == theirs:
+    if peer is None:
+        headline = f"rank {rank} was in {kind}, and another rank in another call, or with a tensor that does not match"
+    elif kind == theirs:
         headline = (
             f"{ranks_phrase((int(rank), int(peer)))} were in {kind} with tensors that do not match"
         )
@@ -166,7 +168,7 @@ def models_differ(case: Case, error: Raised) -> Report:
 
 
 def calls_mismatched(case: Case, error: Raised) -> Report:
-    """Tell that NCCL itself sees that the ranks' calls differ."""
+    """Tell that a library itself sees that the ranks' calls differ, mostly NCCL."""
     found = classify.words_of("calls-mismatched", error)
     rank = found["rank"]
     why = "every rank of a group must make the same collective calls in the same order, with the same sizes"
@@ -174,13 +176,18 @@ def calls_mismatched(case: Case, error: Raised) -> Report:
         case = likely(case)
         sent = f"one rank was to get {found['local']} bytes where a peer sent {found['remote']}"
         why = f"{sent}; settings of NCCL that differ between nodes do that, too"
+    headline = (
+        f"NCCL met collectives that do not match{f' at or around rank {rank}' if rank else ''}"
+    )
+    if found["told"]:
+        headline = f"the ranks gave one call tensors that do not match: {found['told']}"
     write = Help(
         "or let NCCL write down each call", "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=COLL"
     )
     return told(
         case,
         "collective-mismatch",
-        f"NCCL met collectives that do not match{f' at or around rank {rank}' if rank else ''}",
+        headline,
         error,
         why=why,
         help=(_COMPARE_CALLS, write),

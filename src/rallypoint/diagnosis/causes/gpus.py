@@ -24,7 +24,7 @@ def kernel_failed(case: Case, error: Raised) -> Report:
     caused it.
     """
     words = first_line(error.message)
-    if "uncorrectable ECC error" in words:
+    if "uncorrectable ECC error" in error.message:
         replaced = "reset that GPU, or have it replaced if it happens again"
         return told(
             case,

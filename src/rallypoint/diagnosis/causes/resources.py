@@ -53,6 +53,9 @@ def killed_for_memory(case: Case) -> Report:
         headline = "Ray killed workers because the memory of their machine was nearly used up"
         why = "Ray does so before the kernel would, at 95 % unless RAY_memory_usage_threshold says otherwise"
         helps.append(Help("or let Ray run fewer of them on one machine", "@ray.remote(num_cpus=4)"))
+    elif by and by != "the kernel":
+        headline = headline.replace("the kernel", by)
+        why = f"the log has the word of {by}"
     evidence = [cut(line, 200) for line in case.first.said[:4]]
     return of_end(case, "rank-out-of-memory", headline, why=why, evidence=evidence, help=helps)
 

@@ -7,7 +7,7 @@ import re
 CAUSES = {
     "device-shared": re.compile(r"Duplicate GPU detected", re.IGNORECASE),
     "shared-memory": re.compile(
-        r"(posix_fallocate failed|failed to extend /dev/shm/).{0,300}No space left on device",
+        r"(posix_fallocate failed|failed to extend /dev/shm/|shared memory segment /dev/shm/).{0,300}No space left on device",
         re.IGNORECASE,
     ),
     "nccl-failed": re.compile(
@@ -18,12 +18,18 @@ CAUSES = {
         r"Mismatched collective detected(?:.{0,300}?at and around rank (?P<rank>\d+))?"
         r"|NET/IB.{0,300}?collective mismatch error"
         r"(?:.{0,300}?local size (?P<local>\d+) remote size (?P<remote>\d+))?"
+        # torch's DDP; accelerate
+        r"|(?P<told>params\[\d+\] in this process with \w+ .{0,200}? appears not to match"
+        r"|Cannot apply desired operation due to shape mismatches)"
     ),
     "npu-busy": re.compile(  # HCCL, Ascend's own
         r"EJ0001: .*Failed to initialize the HCCP process\. "
         r"Reason: Maybe the last training process is running"
     ),
 }
+
+REMARKS = re.compile(r"^Failed to open lib|\bcan lead to\b|\bNET/Plugin\b|is deprecated")
+"""Warnings of NCCL and RCCL that nothing has to follow from: optional libraries, settings."""
 
 LOST = re.compile(
     r"remote process exit|ncclRemoteError|Connection closed by (remote peer|peer \[|localRank)"

@@ -18,7 +18,7 @@ CAUSES = {
         re.IGNORECASE | re.DOTALL,
     ),
     "host-memory": re.compile(
-        r"Cannot allocate memory|\[Errno 12\]|std::bad_alloc"
+        r"Cannot allocate memory|\[Errno 12\]|std::bad_alloc|^MemoryError$"
         r"|^Unable to allocate [\d.]+ \wi?B for an array"  # NumPy
         r"|\[WinError 1455\]|The paging file is too small",
         re.IGNORECASE,

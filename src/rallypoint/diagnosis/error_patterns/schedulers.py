@@ -1,5 +1,5 @@
-"""Single lines that tell of a failure: what each says. Only texts that were seen are listed; their
-sources are in tests/logs.
+"""Single lines that tell of a failure: what each says. Only texts that were seen are listed, with
+their sources in tests/logs, and what the makers of a library list themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rallypoint.diagnosis.error_patterns.nccl import REMARKS
 from rallypoint.diagnosis.error_patterns.python import SIGNALS
 from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker, of_rank
 
@@ -21,7 +22,7 @@ CAUSES = {
 
 LOST = re.compile(
     r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError"
-    r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost)Error\b"
+    r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost|LocalRayletDied)Error\b"
     r"|\bEngineDeadError\b|(?:WorkerProc|Engine core) initialization failed"  # vLLM
     r"|^ray\.tune\.error\.TuneError: |\bFailed to meet rendezvous\b"  # Ray Tune, torch_xla
 )
@@ -32,7 +33,8 @@ left when another one has gone.
 WAITED = re.compile(
     r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout"
     r"|there are other ranks that didn't finish"  # SGLang
-    r"|Remote Rank did not send the data in time",  # HCCL, Ascend's own
+    # HCCL, Ascend's own
+    r"|Remote Rank did not send the data in time|wait execution of the Notify register times out",
     re.IGNORECASE,
 )
 
@@ -99,6 +101,7 @@ class _Line(NamedTuple):
     by: str = ""  # the one that says so
     first: bool = False  # of the process that failed first, as it says
     signal: int = 0  # where no group names it
+    code: int = 0  # the same
 
 
 def _line(
@@ -109,8 +112,9 @@ def _line(
     *,
     first: bool = False,
     signal: int = 0,
+    code: int = 0,
 ) -> _Line:
-    return _Line(word, re.compile(words), sign, by, first, signal)
+    return _Line(word, re.compile(words), sign, by, first, signal, code)
 
 
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
@@ -122,6 +126,20 @@ _LINES = (
         first=True,
     ),
     _line("oom", r"Detected \d+ oom[-_]kill event", Sign.KILLED_FOR_MEMORY, "slurmstepd"),
+    _line(
+        "memory limit",
+        r"^slurmstepd: error: (?:.{1,60} )?[Ee]xceeded (?:job |step )?memory limit",
+        Sign.KILLED_FOR_MEMORY,
+        "slurmstepd",
+    ),
+    _line(
+        "low on resource: memory",
+        r"The node was low on resource: memory",
+        Sign.KILLED_FOR_MEMORY,
+        "the kubelet",
+    ),
+    _line("TERM_MEMLIMIT", r"^TERM_MEMLIMIT: job killed", Sign.KILLED_FOR_MEMORY, "LSF"),
+    _line("PBS: ", r"^=>> PBS: job killed: \w*mem \S+ exceed", Sign.KILLED_FOR_MEMORY, "PBS"),
     _line(
         "ut of memory",
         r"Out of memory: Kill(?:ed)? process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process \d+",
@@ -136,7 +154,7 @@ _LINES = (
     ),
     _line(
         "memory pressure",
-        r"\b[1-9]\d* Workers \(tasks / actors\) killed due to memory pressure \(OOM\)",
+        r"(?<!\b0 Workers \(tasks / actors\) )killed due to memory pressure \(OOM\)",
         Sign.KILLED_FOR_MEMORY,
         "Ray",
     ),
@@ -226,6 +244,18 @@ _LINES = (
         by="the process itself",
         first=True,
     ),
+    *(
+        _line(
+            word,
+            r"^(?:\*\*\* Error in `.{1,200}': )?(?:(?:free|malloc|realloc|munmap_chunk|\w+)\(\): "
+            r"(?:invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
+            r"|double free or corruption|corrupted (?:size vs|double-linked)|\*\*\* stack smashing)",
+            by="the C library",
+            first=True,
+            signal=int(signal.SIGABRT),
+        )
+        for word in ("(): ", "corrupt", "stack smashing")
+    ),
     _line(
         "control-C",
         r"^forrtl: error \(200\): program aborting due to control-C event",
@@ -242,6 +272,17 @@ _LINES = (
         r"^slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ \*\*\*$",
         Sign.INTERRUPTED,
         signal=int(signal.SIGTERM),
+    ),
+    _line(
+        "this job is ",  # submitit
+        r"Caught signal (?P<name>SIG\w+) on \S+: this job is (?:preempted|timed-out)",
+        Sign.INTERRUPTED,
+    ),
+    _line(
+        ": error: ",
+        r"^\S+: error: (?:unrecognized arguments|the following arguments are required|argument \S+):",
+        by="argparse",
+        code=2,
     ),
     _line(
         "death signal",
@@ -284,6 +325,10 @@ _LINES = (
     ),
     _line("]: ", REPORTED, Sign.REPORTED),
     _line("can't open file", r"can't open file '.{1,400}': \[Errno 2\]", Sign.NOT_STARTED),
+    _line("No module", r"^\S*python[\d.]*: No module named \S+$", Sign.NOT_STARTED),
+    _line(
+        "exec: ", r'exec: ".{1,400}": (?:executable file not|stat |permission)', Sign.NOT_STARTED
+    ),
     _line(
         "execve()",
         r"^slurmstepd: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
@@ -318,7 +363,7 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
     if line.sign not in (Sign.ENDED, Sign.KILLED_FOR_MEMORY, Sign.INTERRUPTED):
         return line.sign, None, ()
     of_memory = line.sign is Sign.KILLED_FOR_MEMORY
-    end = End(signal=int(signal.SIGKILL) if of_memory else line.signal)
+    end = End(signal=int(signal.SIGKILL) if of_memory else line.signal, code=line.code)
     if code := facts.get("code"):
         end = exit_of(int(code))
         if end.code == _NTSTATUS_CONTROL_C:
@@ -341,7 +386,7 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
 
 
 _EXCEPTION = re.compile(
-    r"^`?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): ?(?P<message>.+)$"
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): ?(?P<message>.+)$"
 )
 _RESTARTS = re.compile(
     r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)"
@@ -384,8 +429,10 @@ LONGEST = 1500  # characters of a line that may be a message; what is longer is 
 
 def exception(text: str) -> tuple[str, str] | None:
     """Part a line with the form of an exception's last into type and message."""
-    found = _EXCEPTION.match(text)
-    return (found["type"], found["message"]) if found is not None else None
+    if (found := _EXCEPTION.match(text)) is not None:
+        return found["type"], found["message"]
+    at = text.find("Error(s) in loading state_dict for ")  # a logger had it in its own form
+    return ("RuntimeError", text[at:]) if at >= 0 else None
 
 
 def speaks_of_failure(text: str) -> bool:
@@ -406,13 +453,15 @@ def restarts(text: str) -> bool:
 
 
 def nccl_warning(text: str) -> str:
-    """Read NCCL's own warning; "" when the line is none."""
+    """Read NCCL's own warning; "" when the line is none, or only a remark."""
     found = _NCCL_WARNING.search(text) if "NCCL WARN" in text else None
-    return found["words"] if found is not None else ""
+    remark = found is None or REMARKS.search(found["words"])
+    return found["words"] if found is not None and not remark else ""
 
 
 _MISSING = re.compile(
     r"can't open file '(?P<python>.{1,400})': (?P<errno>\[Errno 2\])"
+    r"|python[\d.]*: No module named (?P<module>\S+)|exec: \"(?P<container>.{1,400}?)\": "
     r"|execvp error on file (?P<mpi>.{1,400}) \((?P<why>No such file or directory|Permission denied)\)"
     r"|execve\(\): (?P<slurm>.{1,400}): (?P<reason>No such file or directory|Permission denied"
     r"|Exec format error)"
@@ -426,7 +475,8 @@ def not_started(text: str) -> tuple[str, int]:
         return "the program", errno.ENOENT
     why = found["why"] or found["reason"]
     number = {"Permission denied": errno.EACCES, "Exec format error": errno.ENOEXEC}
-    return found["python"] or found["mpi"] or found["slurm"], number.get(why, errno.ENOENT)
+    program = next(filter(None, found.group("python", "module", "container", "mpi", "slurm")))
+    return program, number.get(why, errno.ENOENT)
 
 
 _MEMBER = re.compile(

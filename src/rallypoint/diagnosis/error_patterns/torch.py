@@ -22,8 +22,13 @@ CAUSES = {
         r"Default process group (has not been|is not) initialized", re.IGNORECASE
     ),
     "gpu-memory": re.compile(
-        r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-        r"|Cuda failure (\d+ )?'out of memory'",
+        r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS)\b.{0,20}\bout of memory|CUBLAS_STATUS_ALLOC_FAILED"
+        r"|_ERROR_OUT_OF_(DEVICE_)?MEMORY"  # of the drivers of CUDA and oneAPI
+        r"|^OutOfMemoryError +Traceback"  # a notebook
+        r"|Cuda failure (\d+ )?'out of memory'|cuda runtime error \(2\)"
+        # vLLM and SGLang, of the memory for the cache of keys and values
+        r"|is less than desired GPU memory utilization|No available memory for the cache blocks"
+        r"|larger than the available KV cache memory|Not enough memory\. Please try to increase --mem-",
         re.IGNORECASE,
     ),
     "shared-memory": re.compile(
@@ -64,14 +69,15 @@ CAUSES = {
         r"|driver version is insufficient"
         r"|CUDA error: (initialization error|system not yet initialized"
         r"|system has unsupported display driver|unknown error)"
-        r"|cuda runtime error \(3\) ?: initialization error"  # before torch 1.5
+        r"|cuda runtime error \((3|30)\)"  # before torch 1.5
         r"|Unexpected error from cudaGetDeviceCount"
-        r"|forward compatibility was attempted on non supported HW"
+        r"|Driver/library version mismatch|forward compatibility was attempted on non supported HW"
         r"|libcudart functions unavailable",
         re.IGNORECASE,
     ),
     "gpu-not-built-for": re.compile(
         r"no kernel image is available for execution|hipErrorNoBinaryForGpu"
+        r"|(CUDA|HIP) error: invalid device function"
     ),
     "parameters-unused": re.compile(r"Expected to have finished reduction in the prior iteration"),
     "models-differ": re.compile(
@@ -79,16 +85,20 @@ CAUSES = {
         r" rank (\d+) has inconsistent (\d+) params"
     ),
     "kernel-failed": re.compile(
-        r"device-side assert triggered|an illegal memory access was encountered"
-        r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure|uncorrectable ECC error)"
-        r"|Memory access fault by GPU node-\d+"  # ROCm
+        r"device-side assert triggered|an illegal (memory access|instruction) was encountered"
+        r"|uncorrectable (ECC|NVLink) error|unspecified launch failure|hardware stack error"
+        r"|the launch timed out and was terminated|(error|failure)\b.{0,20}\b(misaligned address"
+        r"|invalid program counter)|CUDA_ERROR_(ILLEGAL|LAUNCH_(FAILED|TIMEOUT)|MISALIGNED|ASSERT|ECC_)"
+        # ROCm
+        r"|(Memory access fault|HW Exception) by GPU node-\d+"
+        r"|HSA_STATUS_ERROR_(MEMORY_(APERTURE|FAULT)|ILLEGAL|EXCEPTION)"
         r"|\.cu:\d+: .{0,300}Assertion `.{0,300}` ?failed"
-        r"|cuda runtime error \((59|77|700|710)\)",
+        r"|cuda runtime error \((39|59|7[147]|70\d|71\d)\)",
         re.IGNORECASE,
     ),
     "calls-differ": re.compile(  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        r"Detected mismatch between collectives on ranks\. Rank (\d+) is running collective: "
-        r".*?OpType=(\w+).*?\bRank (\d+) is running collective: .*?OpType=(\w+)",
+        r"Detected mismatch between collectives on ranks\. Rank (\d+) is running (?:inconsistent )?"
+        r"collective: .*?OpType=(\w+)(?:.*?\bRank (\d+) is running collective: .*?OpType=(\w+))?",
         re.DOTALL,
     ),
     "loader-killed": re.compile(
@@ -130,7 +140,8 @@ OWN_KEY = re.compile(
 LOST = re.compile(
     r"Did the remote server shutdown or crash|server has shut down too early"
     r"|Failed to recv, got 0 bytes|recvValue failed|recvVector failed|sendBytes failed"
-    r"|(^|Error: )Socket Timeout",
+    r"|(^|Error: )Socket Timeout|Stop_waiting response is expected"
+    r"|reached monitoredBarrier, but received errors",
     re.IGNORECASE,
 )
 """Texts of torch's own transports on a broken connection: they count wherever they occur."""

@@ -36,7 +36,7 @@ WORDS = 400  # characters of one line that are kept
 
 _DURING = "During handling of the above exception, another exception occurred:"
 _BECAUSE = "The above exception was the direct cause of the following exception:"
-_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in ?(?P<function>\S*))?$')
 _DEEPER = re.compile(r'^( {3,40})File "[^"]*", line \d+')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
 _SURE = re.compile(
@@ -69,6 +69,18 @@ _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
 _WHAT = re.compile(r"^ *what\(\): *(.*)$")
 _DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
 _NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
+
+
+def _goes_on(message: list[str]) -> bool:
+    """Tell whether the next line may belong to a message: what ends with a colon has one more."""
+    most = MESSAGE_LINES if _LONG.search(message[0]) else 1 + message[0].rstrip().endswith(":")
+    return len(message) < most
+
+
+def spawned(text: str) -> int:
+    """Read the rank of the traceback that mp.spawn shows below a line; -1 for other lines."""
+    found = _SPAWNED.match(text)
+    return int(found[1]) if found is not None else -1
 
 
 def native(text: str) -> bool:
@@ -154,7 +166,11 @@ class Traceback(Block):
         return taken
 
     def _inside(self, number: int, body: str) -> bool:
-        if (frame := _FRAME.match(body)) is not None:
+        if MpiExit.begins(body):  # the launcher raised what it tells
+            self.done = True
+            return False
+        frame = _FRAME.match(body) or _FRAME.match(f"  {body}")  # a page may drop the indentation
+        if frame is not None:
             self._doubtful = None
             new = Frame(_path(frame["file"]), int(frame["line"]), frame["function"] or "")
             if new not in self._frames[-2:]:  # another rank's, or a recursion
@@ -221,8 +237,8 @@ class Traceback(Block):
         if body in (_DURING, _BECAUSE):
             self._joint = "during" if body == _DURING else "because"
             return True
-        if (spawned := _SPAWNED.match(body)) is not None:
-            self.rank, self._joint = int(spawned.group(1)), "inside"
+        if (rank := spawned(body)) >= 0:
+            self.rank, self._joint = rank, "inside"
             return True
         if HEADER in body:
             inner = "Original Traceback" in body
@@ -243,11 +259,8 @@ class Traceback(Block):
         below = not self._message[0] and (
             body.startswith("    ") or (self._tail == 1 and classify.recognised(body))
         )
-        long = (
-            (below or _LONG.search(self._message[0]))
-            and not self._blank
-            and len(self._message) < MESSAGE_LINES
-        )
+        room = not self._blank and len(self._message) < MESSAGE_LINES
+        long = room and (below or _goes_on(self._message))
         if long and not _ANOTHERS.match(body) and schedulers.told_by(body) is None:
             self._message.append(body)
             self._keep(body)
@@ -322,14 +335,12 @@ class Message(Block):
         self._kind, self._filename = kind, filename
         self._message = [message]
         self._broken = message.rstrip().endswith("signal:")  # by a terminal, or a page
-        self._long = self._broken or bool(_LONG.search(message))
 
     def take(self, number: int, text: str) -> bool:
         """Tell whether the line goes on with the message."""
         more = (
-            self._long
-            and text.strip()
-            and len(self._message) < MESSAGE_LINES
+            text.strip()
+            and _goes_on(self._message)
             and not (HEADER in text or _ANOTHERS.match(text) or _FRAME.match(text))
         )
         if not more or schedulers.told_by(text) is not None:
@@ -502,7 +513,8 @@ class MpiExit(Block):
         found = self._BEGINS.search(text)
         assert found is not None
         self._told: dict[str, str] = {"rank": found["rank"] or "-1"}
-        self._by = "mpiexec" if found["mpich"] else "MPI_ABORT" if found["rank"] else "mpirun"
+        by = "Horovod" if "Horovod" in text else "mpirun"
+        self._by = "mpiexec" if found["mpich"] else "MPI_ABORT" if found["rank"] else by
         self._lines = 0
 
     @classmethod

@@ -37,15 +37,20 @@ SHAPE_BYTES = 400  # of a line without its digits; longer lines are read each ti
 # without need: each costs a tenth of the speed.
 _WORTH = re.compile(
     rb"r(?:r(?:or|no)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
-    rb"|i(?:lled|gnal|med out|ed(?<=\bdied)|cted(?<=Evicted))|e(?:mory|xit|fused|nied|xpectedly)|x(?:ception)|s(?:sert)"
-    rb"|n(?:terrupt|itializing d)|T(?:raceback)|S(?:IG)|C(?:ANCELLED|ould not resolve)|o(?:om|rt(?<=bort)| NVIDIA driver)|O(?:OM)"
-    rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA)|c(?:ore d|ommunication with)|D(?:uplicate GPU)"
+    rb"|i(?:lled|gnal|med out|ed(?<=\bdied)|cted(?<=Evicted)|nvalid (?:pointer|size|next))"
+    rb"|e(?:mory|d symbol|xit|fused|nied|xpectedly)|x(?:ception)|s(?:sert|mashing)"
+    rb"|n(?:terrupt|itializing d)|T(?:raceback)|S(?:IG)|C(?:ANCELLED|ould not resolve)|o(?:om|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
+    rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR_)|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
     rb"|\xc9(?:rror)|\x00"
 )
 # Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.
 _MESSAGES = ("log", "message", "msg", "textPayload", "event")
 _TRACES = ("exception", "exc_info", "exc_text", "traceback", "stack_trace", "error.stack_trace")
 _RANKS = ("rank", "global_rank", "RANK")
+# Quotation marks that a page makes of those of a log; and no null.
+_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''", "\0")
+# Colours with the escape character written out, by syslog or a terminal.
+_SPELLED = re.compile(r"(?:#033|\^\[|\\(?:x1b|033|u001b|e))\[[\d;]{0,20}m")
 _DIGITS = b"0123456789"
 _MARKS = {  # the longer one first: it begins with the shorter
     codecs.BOM_UTF32_LE: "utf-32",
@@ -149,7 +154,7 @@ def _cleaned(data: bytes) -> str:
         text = data.decode()
     except UnicodeDecodeError:
         text = data.decode("latin-1")
-    text = text.replace("\0", "")
+    text = _SPELLED.sub("", text.translate(_QUOTES))
     return text.rstrip() if text.isprintable() else render.plain(text)
 
 

@@ -39,6 +39,7 @@ from rallypoint.diagnosis.logs.blocks import (
     Traceback,
     headless,
     native,
+    spawned,
 )
 from rallypoint.diagnosis.logs.line_filter import Line, Sifter, as_utf8
 
@@ -118,6 +119,7 @@ class Reader:
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
+        self._spawned = (0, -1)  # a line below which the traceback of a rank begins, and the rank
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
         """Read all of it, and tell what was seen."""
@@ -167,6 +169,8 @@ class Reader:
             return
         if (at := text.find(HEADER)) >= 0:
             self._begin_traceback(number, speaker, text, at)
+        elif (rank := spawned(text)) >= 0:
+            self._spawned = (number, rank)
         elif _IGNORED.match(text):
             self._ignored[speaker.name] = number
         elif schedulers.restarts(text):
@@ -222,7 +226,10 @@ class Reader:
                 self._read_line(number, speaker, words)
             text = HEADER
         ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
-        self._begin(speaker, Traceback(number, text, ignored=ignored))
+        block = Traceback(number, text, ignored=ignored)
+        if self._spawned[0] == number - 1:
+            block.rank = self._spawned[1]
+        self._begin(speaker, block)
 
     def _message(self, number: int, text: str) -> Traceback | Message | None:
         """Open what a line begins that has the form of an exception's last, or tells a cause. A

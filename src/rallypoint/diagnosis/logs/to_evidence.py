@@ -43,6 +43,7 @@ _OF_ONE_CAUSE = (
 )  # fmt: skip
 """Causes that make errors one, though their words and places differ."""
 
+_KILLERS = ("Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS")  # for lack of memory
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 
 
@@ -216,7 +217,7 @@ class _Log:
         killed = [s for s in self._ends if s.end.signal == SIGKILL]
         numbers = sorted({rank for s in (*words, *killed) for rank in _numbers(s)} - {-1})
         by = {s.end.by for s in words}
-        name = next((name for name in ("Ray", "slurmstepd", "srun") if name in by), "the kernel")
+        name = next((one for one in _KILLERS if one in by), "the kernel")
         told = tuple(s.text for s in words if s.text)
         ended = Ended(signal=int(SIGKILL))
         for number in numbers or [-1]:
