@@ -23,7 +23,17 @@ from bench.samples import Sample
 from bench.verdict_figures import NOT_KNOWN, RIGHT, WRONG
 
 FOLDER = ROOT / "tests" / "logs"
-HALVES = ("held_out", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "developed")
+HALVES = (
+    "held_out",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "developed",
+)
 
 SIZE = 256 << 20
 """Bytes of the log for the speed: it is read in some seconds, and start-up is less than a twentieth
