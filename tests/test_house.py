@@ -55,7 +55,6 @@ NOT_YET_SHORT = {
     "launcher/nodes/lead_runner.py",
     "primitives/lock.py",
     "record/log_pump.py",
-    "record/run_folder.py",
     "store/c10d.py",
     "store/client/connection.py",
     "store/client/session.py",

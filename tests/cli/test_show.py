@@ -22,7 +22,9 @@ from rallypoint.cli import show
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.record.events import Event, EventLog
-from rallypoint.record.run_folder import CUT, RunFolder, default_root, open_run_folder, past_runs
+from rallypoint.record.kept_file import CUT
+from rallypoint.record.run_folder import RunFolder, default_root, open_run_folder
+from rallypoint.record.run_list import past_runs
 
 REPORT = Report(
     code="rank-raised",

@@ -21,13 +21,14 @@ from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.rank_snapshot import RankStanding, Standing
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher.agent import query_socket
-from rallypoint.record import run_folder
-from rallypoint.record.run_folder import LauncherAddress
+from rallypoint.record import run_folder, run_list
+from rallypoint.record.run_list import LauncherAddress
 
 HOLD = """
 import os
 import sys
-from rallypoint.record.run_folder import LauncherAddress, default_root, open_run_folder
+from rallypoint.record.run_folder import default_root, open_run_folder
+from rallypoint.record.run_list import LauncherAddress
 folder = open_run_folder(sys.argv[1], "a-job", print, asked_for=False)
 if sys.argv[2:] == ["elsewhere"]:
     folder.list_in(default_root(os.environ))
@@ -235,20 +236,20 @@ def test_what_a_killed_launcher_left_does_not_mislead_the_next(
     launchers.hold(state / "a-job-1", "/of/the/first/door.sock", "node07", "1")
     launchers.processes[0].kill()
     launchers.processes[0].communicate()
-    assert run_folder.running_runs(str(state)) == []
-    assert run_folder.door_of(str(state / "a-job-1")) == LauncherAddress(
+    assert run_list.running_runs(str(state)) == []
+    assert run_list.door_of(str(state / "a-job-1")) == LauncherAddress(
         "/of/the/first/door.sock", "node07", 1
     )
     launchers.hold(state / "a-job-1")
-    assert run_folder.door_of(str(state / "a-job-1")) is None
+    assert run_list.door_of(str(state / "a-job-1")) is None
 
 
 def test_the_launcher_itself_does_not_lose_its_lock_by_looking(state: Path) -> None:
     folder = run_folder.open_run_folder(str(state / "a-job-1"), "a-job-1", print, asked_for=False)
     folder.announce(LauncherAddress("/x", "node07", 1))
-    assert run_folder.door_of(folder.path) is None
+    assert run_list.door_of(folder.path) is None
     looked = (
-        f"from rallypoint.record.run_folder import is_running; print(is_running({folder.path!r}))"
+        f"from rallypoint.record.run_list import is_running; print(is_running({folder.path!r}))"
     )
     assert (
         subprocess.run(

@@ -302,20 +302,20 @@ def test_runs_of_failed_calls_are_removed_as_others_and_latest_leads_somewhere(
         import os
         os.environ["XDG_STATE_HOME"] = os.path.abspath("state")
         import rallypoint
-        from rallypoint.record import run_folder
+        from rallypoint.record import run_list
 
         run_folder_of = "state/rallypoint/runs"
         def fails():
             raise ValueError
 
-        for _ in range(run_folder.KEPT_RUNS + 3):
+        for _ in range(run_list.KEPT_RUNS + 3):
             try:
                 rallypoint.launch(fails)
             except rallypoint.WorkerError:
                 pass
         rallypoint.launch(int)
         names = set(os.listdir(run_folder_of))
-        print(len(names - {"latest"}) <= run_folder.KEPT_RUNS, os.path.isdir(run_folder_of + "/latest"))
+        print(len(names - {"latest"}) <= run_list.KEPT_RUNS, os.path.isdir(run_folder_of + "/latest"))
         """,
     )
     assert said == "True True\n"

@@ -24,7 +24,7 @@ from rallypoint.diagnosis.rank_snapshot import Standing
 from rallypoint.host import process_status
 from rallypoint.launcher.agent import query_socket
 from rallypoint.launcher.agent.process_handles import EVIDENCE_KEPT, RankHandle
-from rallypoint.record import run_folder
+from rallypoint.record import run_list
 
 from .conftest import Write
 from .job import DEADLINE, Result, environment, run_job
@@ -86,8 +86,8 @@ def stacks(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def ask(state: Path) -> Standing | None:
     """What the command would ask, and be told; None when no job is that far yet."""
-    running = run_folder.running_runs(str(state / "rallypoint" / "runs"))
-    door = run_folder.door_of(running[0].path) if running else None
+    running = run_list.running_runs(str(state / "rallypoint" / "runs"))
+    door = run_list.door_of(running[0].path) if running else None
     return query_socket.ask(door.socket, DEADLINE) if door is not None else None
 
 
@@ -327,7 +327,7 @@ def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(
 def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> None:
     def act(process: subprocess.Popen[bytes]) -> None:
         found = wait_for_sentence(tmp_path, "rank 0 runs another program")
-        door = run_folder.door_of(found.run_dir)
+        door = run_list.door_of(found.run_dir)
         assert door is not None
         assert door.pid == process.pid
         silent = [socket.socket(socket.AF_UNIX) for _ in range(32)]

@@ -628,17 +628,17 @@ import sys
 import threading
 from rallypoint.cli.main import main
 from rallypoint.launcher.agent import evidence_gatherer, reporter
-from rallypoint.record import run_folder
+from rallypoint.record import kept_file
 
 reporter.DISK_TIMEOUT = evidence_gatherer.ERROR_FILES_TIMEOUT = 0.5
-write = run_folder.KeptFile.write
+write = kept_file.KeptFile.write
 
 def dead(file, data):
     if b'"worker-started"' in data:
         threading.Event().wait()
     return write(file, data)
 
-run_folder.KeptFile.write = dead
+kept_file.KeptFile.write = dead
 sys.exit(main(["run", *sys.argv[1:]]))
 """
 

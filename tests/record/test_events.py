@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from rallypoint.record.events import Event, EventLog, What
-from rallypoint.record.run_folder import RunFolder, Trouble
+from rallypoint.record.kept_file import Trouble
+from rallypoint.record.run_folder import RunFolder
 from rallypoint.record.timeline import ordered, sentence
 
 

@@ -20,17 +20,14 @@ import msgspec
 import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.record import past_run, run_folder
-from rallypoint.record.run_folder import (
+from rallypoint.record import kept_file, past_run, run_list
+from rallypoint.record.run_folder import RunFolder, default_root, open_run_folder, without_secrets
+from rallypoint.record.run_list import (
     KEPT_RUNS,
-    RunFolder,
-    default_root,
     is_running,
-    open_run_folder,
     past_runs,
     remove_old_runs,
     running_runs,
-    without_secrets,
 )
 from rallypoint.record.torchrun_files import TorchrunFiles
 
@@ -254,7 +251,7 @@ def test_a_file_system_without_locks_costs_nothing_but_the_protection(
     folder = opened(tmp_path, "a-job", said)
     assert said == []
     assert sorted(os.listdir(folder.path)) == ["plan.json", "running"]
-    monkeypatch.setattr(run_folder, "_locked_here", set())  # as another process sees it
+    monkeypatch.setattr(run_list, "locked_here", set())  # as another process sees it
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert is_running(folder.path)
     assert remove_old_runs(str(tmp_path), keep=0, most=0) == []
@@ -339,7 +336,7 @@ def test_all_runs_together_have_a_size(
     ],
 )
 def test_how_much_is_kept(text: str, expected: int) -> None:
-    assert run_folder.bytes_to_keep({"RALLYPOINT_KEPT_BYTES": text}) == expected
+    assert run_list.bytes_to_keep({"RALLYPOINT_KEPT_BYTES": text}) == expected
 
 
 def test_a_run_with_a_folder_of_its_own_is_found_while_it_goes_on(
@@ -384,8 +381,8 @@ def test_a_disk_that_is_gone_does_not_hide_the_runs_on_others(
     def ask(path: str) -> bool:
         return comes_back.wait(30.0) if path.endswith("gone") else is_running(path)
 
-    monkeypatch.setattr(run_folder, "is_running", ask)
-    monkeypatch.setattr(run_folder, "LINK_TIMEOUT", 0.5)
+    monkeypatch.setattr(run_list, "is_running", ask)
+    monkeypatch.setattr(run_list, "LINK_TIMEOUT", 0.5)
     try:
         assert [run.path for run in running_runs(str(tmp_path / "runs"))] == [
             str(tmp_path / "running-job")
@@ -429,8 +426,8 @@ def test_a_file_that_was_given_up_is_marked_on_a_full_disk(tmp_path: Path, said:
     import resource
     import signal
 
-    file = run_folder.KeptFile(str(tmp_path / "rank0.log"), run_folder.Trouble(said.append))
-    assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.WHOLE
+    file = kept_file.KeptFile(str(tmp_path / "rank0.log"), kept_file.Trouble(said.append))
+    assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == kept_file.WHOLE
     before, handler = (
         resource.getrlimit(resource.RLIMIT_FSIZE),
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
@@ -442,7 +439,7 @@ def test_a_file_that_was_given_up_is_marked_on_a_full_disk(tmp_path: Path, said:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.CUT
+    assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == kept_file.CUT
     assert said == [
         f"rallypoint: cannot write {tmp_path}/rank0.log: File too large; its output is no longer kept"
     ]
@@ -457,7 +454,7 @@ def test_a_disk_that_answers_after_its_file_was_given_up_has_nothing_to_say(
     """
     os.mkfifo(tmp_path / "rank0.log")
     reader = os.open(tmp_path / "rank0.log", os.O_RDONLY | os.O_NONBLOCK)
-    file = run_folder.KeptFile(str(tmp_path / "rank0.log"), run_folder.Trouble(said.append))
+    file = kept_file.KeptFile(str(tmp_path / "rank0.log"), kept_file.Trouble(said.append))
     assert file.write(bytes(fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)))
     kept: list[bool] = []
     thread = threading.Thread(target=lambda: kept.append(file.write(b"more")), daemon=True)
@@ -482,7 +479,7 @@ def test_a_disk_that_answers_after_its_file_was_given_up_has_nothing_to_say(
     ],
 )
 def test_a_full_disk_is_not_mended_by_permissions(number: int, command: str) -> None:
-    help = run_folder.writable(OSError(number, ""), "/srv/run", "--run-dir DIR")
+    help = kept_file.writable(OSError(number, ""), "/srv/run", "--run-dir DIR")
     assert help[0][1].startswith(command)
     assert help[-1][1] == "--run-dir DIR"
 

@@ -23,7 +23,8 @@ from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
 from rallypoint.record import job_of_nodes, kept_plan, past_run, timeline
 from rallypoint.record.past_run import KeptRun
-from rallypoint.record.run_folder import default_root, past_runs
+from rallypoint.record.run_folder import default_root
+from rallypoint.record.run_list import past_runs
 from rallypoint.record.timeline import Row
 from rallypoint.world import ranks_phrase
 

@@ -18,7 +18,7 @@ from rallypoint.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.rank_snapshot import Standing
-    from rallypoint.record.run_folder import LauncherAddress
+    from rallypoint.record.run_list import LauncherAddress
 
 ENDS_WITHIN = 2.0
 """Seconds for a launcher that has closed its socket to be gone: it ends what its ranks have left,
@@ -46,14 +46,14 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
     """Return the folder of the run that `rallypoint COMMAND` is for, and the names of the other
     ones that run when it was not named. `UsageError` when there is none, or it is over.
     """
-    from rallypoint.record import past_run, run_folder
+    from rallypoint.record import past_run, run_folder, run_list
 
     if len(words) > 1:
         help = (("name one", f"rallypoint {command} {words[0]}"),)
         raise UsageError("usage", f"{command} takes one run, and got {len(words)}", help=help)
     root = run_folder.default_root(os.environ)
     # Where nodes share a home, those of other machines are seen, too.
-    running = sorted(run_folder.running_runs(root), key=lambda run: _is_elsewhere(run.path))
+    running = sorted(run_list.running_runs(root), key=lambda run: _is_elsewhere(run.path))
     word = words[0] if words else ""
     # A job whose folder is elsewhere is called by that, and has a name as well: RALLYPOINT_JOB
     # of its ranks, and in port-in-use.
@@ -77,7 +77,7 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
             ),
         )
     path = past_run.find(root, word, command)
-    if not run_folder.is_running(path):
+    if not run_list.is_running(path):
         raise UsageError(
             "usage",
             f"the job of {word} is over: no launcher has its run folder {path}",
@@ -88,18 +88,18 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
 
 def _is_of_job(path: str, other: str) -> bool:
     """Tell whether two run folders are those of two nodes of one job."""
-    from rallypoint.record import run_folder
+    from rallypoint.record import run_list
 
-    names = (run_folder.name_of(path), run_folder.name_of(other))
+    names = (run_list.name_of(path), run_list.name_of(other))
     jobs = [os.path.dirname(name) for name in names]
     return bool(jobs[0]) and jobs[0] == jobs[1]
 
 
 def _is_elsewhere(path: str) -> bool:
     """Tell whether the launcher that has this run folder is on another machine."""
-    from rallypoint.record import run_folder
+    from rallypoint.record import run_list
 
-    door = run_folder.door_of(path)
+    door = run_list.door_of(path)
     return door is not None and door.host != os.uname().nodename
 
 
@@ -139,18 +139,18 @@ def reaching(path: str, command: str) -> Iterator[LauncherAddress]:
     (`launcher-silent`); `UsageError` when the job has just ended.
     """
     from rallypoint.launcher.agent import query_socket
-    from rallypoint.record import run_folder
+    from rallypoint.record import run_list
 
-    name = run_folder.name_of(path)
+    name = run_list.name_of(path)
     again = f"rallypoint {command} {shlex.quote(name)}"
     over = UsageError(
         "usage",
         f"job {name} has just ended",
         help=(("see how", f"rallypoint show {shlex.quote(name)}"),),
     )
-    door = run_folder.door_of(path)
+    door = run_list.door_of(path)
     if door is None:
-        if not run_folder.is_running(path):
+        if not run_list.is_running(path):
             raise over
         events = shlex.quote(os.path.join(path, "events.jsonl"))
         raise _unanswered(
@@ -201,16 +201,16 @@ def ends(path: str, launcher: int) -> bool:
     is.
     """
     from rallypoint.host import processes, system_calls
-    from rallypoint.record import run_folder
+    from rallypoint.record import run_list
 
-    if run_folder.is_running(path):
+    if run_list.is_running(path):
         try:
             pidfd = system_calls.pidfd_open(launcher)
         except OSError:  # it has just ended, or is in another container
-            return not run_folder.is_running(path)
+            return not run_list.is_running(path)
         processes.wait_for_ends([pidfd], ENDS_WITHIN)
         os.close(pidfd)
-    return not run_folder.is_running(path)
+    return not run_list.is_running(path)
 
 
 def _silent(name: str, pid: int, again: str) -> EnvironmentProblem:
@@ -246,7 +246,7 @@ def as_text(found: Standing, others: Sequence[str]) -> str:
 def as_json(found: Standing) -> str:
     """Return the ranks as one object, for a program."""
     from rallypoint.diagnosis import rank_snapshot
-    from rallypoint.record.run_folder import as_json as encoded
+    from rallypoint.record.kept_file import as_json as encoded
 
     return encoded(rank_snapshot.as_data(found)).decode() + "\n"
 

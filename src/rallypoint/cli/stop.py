@@ -38,9 +38,9 @@ def stop(path: str) -> str:
     Raises as `stacks.reaching` does, and `EnvironmentProblem` when the job does not end.
     """
     from rallypoint.launcher.agent import query_socket
-    from rallypoint.record import past_run, run_folder
+    from rallypoint.record import past_run, run_list
 
-    name = run_folder.name_of(path)
+    name = run_list.name_of(path)
     with stacks.reaching(path, "stop") as door, query_socket.stop(door.socket) as (stopping, line):
         if stopping.again:
             said = f"job {name} was being stopped, and what is left of it is killed"

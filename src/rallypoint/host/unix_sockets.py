@@ -19,6 +19,7 @@ import struct
 from typing import Any
 
 from rallypoint.errors import EnvironmentProblem
+from rallypoint.host.kernel_files import text_of
 
 NOSIGNAL, CLOEXEC, TRUNCATED = (
     int(socket.MSG_NOSIGNAL),
@@ -248,12 +249,8 @@ def _remove_if_dead(folder: str) -> None:
 def _machine() -> bytes:
     """Name this machine: its name, and a number of this start of it, which containers share that
     have names of their own."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read().strip()
-    except OSError:  # procfs without it (subset=pid)
-        boot = b"unknown"
-    return os.fsencode(os.uname().nodename) + b"\n" + boot + b"\n"
+    boot = text_of("/proc/sys/kernel/random/boot_id").strip() or "unknown"  # with subset=pid
+    return os.fsencode(f"{os.uname().nodename}\n{boot}\n")
 
 
 def _is_here(owner: bytes) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.record.disk_writer import DiskWriter
-from rallypoint.record.run_folder import KeptFile, RunFolder, as_json
+from rallypoint.record.kept_file import KeptFile, as_json
+from rallypoint.record.run_folder import RunFolder
 
 What = Literal[
     "job-started",  # program, world_size, job; of several nodes also host, first (rank), offset

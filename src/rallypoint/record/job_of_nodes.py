@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rallypoint.record import past_run
 from rallypoint.record.events import Event
 from rallypoint.record.past_run import KeptRun
-from rallypoint.record.run_folder import NODE
+from rallypoint.record.run_list import NODE
 from rallypoint.record.timeline import is_launchers
 
 

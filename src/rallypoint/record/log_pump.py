@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.record.disk_writer import Backlog
+from rallypoint.record.kept_file import KeptFile, Trouble
 from rallypoint.record.line_splitter import Interruptions, LineSplitter, Piece
-from rallypoint.record.run_folder import KeptFile, Trouble
 from rallypoint.record.screen import Screen, Sink, plain
 
 StreamName = Literal["stdout", "stderr", "both"]

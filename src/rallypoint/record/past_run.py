@@ -18,8 +18,9 @@ import msgspec
 
 from rallypoint.errors import Advice, UsageError
 from rallypoint.record.events import Event
+from rallypoint.record.kept_file import CUT, reason_of
 from rallypoint.record.kept_plan import KeptPlan
-from rallypoint.record.run_folder import CUT, PastRun, is_running, name_of, past_runs, reason_of
+from rallypoint.record.run_list import PastRun, is_running, name_of, past_runs
 from rallypoint.world import ranks_phrase
 
 TAIL_BYTES = 65536
@@ -193,7 +194,7 @@ def _missing(run: KeptRun) -> Iterator[str]:
 
 
 def _is_cut(path: str) -> bool:
-    """Tell whether it was given up by its writer; see `run_folder.CUT`."""
+    """Tell whether it was given up by its writer; see `kept_file.CUT`."""
     try:
         return stat.S_IMODE(os.stat(path).st_mode) == CUT
     except OSError:

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rallypoint.record.run_folder import default_root, write_whole
+from rallypoint.record.kept_file import write_whole
+from rallypoint.record.run_folder import default_root
 
 FORGOTTEN_AFTER = (
     30 * 86400.0

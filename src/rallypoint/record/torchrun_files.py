@@ -18,7 +18,7 @@ import tempfile
 from typing import Literal
 
 from rallypoint.errors import EnvironmentProblem
-from rallypoint.record.run_folder import reason_of, writable
+from rallypoint.record.kept_file import reason_of, writable
 
 
 class TorchrunFiles:

@@ -26,7 +26,7 @@ from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.query_socket import QuerySocket, Stopping
 from rallypoint.launcher.agent.supervisor import KILL_PATIENCE, State
 from rallypoint.launcher.exits import describe
-from rallypoint.record import run_folder
+from rallypoint.record import run_list
 
 # Seconds over which the use of processors is measured when somebody asks: the kernel counts in
 # hundredths, so this tells 4 % from 0.
@@ -307,7 +307,7 @@ class HangMonitor:
 
     def _standing(self, ranks: tuple[RankStanding, ...], now: float) -> Standing:
         plan, run_dir = self._job.plan, self._job.reporter.run_dir
-        name = run_folder.name_of(run_dir) if run_dir else plan.job
+        name = run_list.name_of(run_dir) if run_dir else plan.job
         return Standing(
             job=exception_capture.sayable(run_dir if plan.run_dir_asked and run_dir else name),
             program=exception_capture.sayable(plan.program.target),

@@ -25,7 +25,8 @@ from rallypoint.launcher.protocol import ImportFailed, NotForked
 from rallypoint.record import preload_history
 from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.events import Event, EventLog, What
-from rallypoint.record.run_folder import LauncherAddress, RunFolder, default_root, open_run_folder
+from rallypoint.record.run_folder import RunFolder, default_root, open_run_folder
+from rallypoint.record.run_list import LauncherAddress
 from rallypoint.record.torchrun_files import hand_on
 from rallypoint.world import Seat, ranks_phrase
 

@@ -9,9 +9,9 @@ is asked in a thread of its own: getaddrinfo cannot be interrupted, by a signal 
 
 from __future__ import annotations
 
+import functools
 import os
 import select
-import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from rallypoint.host import probe
 from rallypoint.host.probe import Place
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.address import Address, is_forwarded
+from rallypoint.store.client import background
 from rallypoint.store.client.failures import of_a_handler
 from rallypoint.store.tls_socket import binding_of
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
@@ -306,14 +307,9 @@ class _Question:
         self.answered = threading.Event()
         self.found: list[Place] = []
         self.error = ""
-        threading.Thread(
-            target=self._ask, args=(host, port), name=f"rallypoint: resolve {host}", daemon=True
-        ).start()
+        background.start(functools.partial(self._ask, host, port), f"resolve {host}")
 
     def _ask(self, host: str, port: int) -> None:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, signal.valid_signals()
-        )  # they are the main thread's, which they must wake
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self.found = [(entry[0], entry[4]) for entry in entries]
