@@ -7,6 +7,7 @@ rank started, so no rank can come too early or find another server on the port.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -55,4 +56,5 @@ def main() -> None:
     descriptors and the parent's pid."""
     host, port, listener, ready, parent = sys.argv[1:6]
     processes.die_with(int(parent))
+    gc.disable()  # of no use here, and a sixth of what the import of torch takes
     serve(host, int(port), int(listener), int(ready))
