@@ -722,6 +722,15 @@ def test_words_of_vendors(line: str, code: str) -> None:
     assert _told("epoch\n" * 100 + line + "\n")[0].code == code
 
 
+def test_a_traceback_that_is_cut_after_the_line_that_raises() -> None:
+    log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise ValueError("bad shapes")\n'
+    report = _told(log)[0]
+    assert (report.code, report.headline) == (
+        "rank-raised",
+        "the program raised ValueError: bad shapes",
+    )
+
+
 WORKER = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
     for batch in loader:

@@ -404,7 +404,7 @@ _FAILURE = re.compile(
     r"|\b\w{3,}(?:Error|Exception)(?::|$|\()|\bException\b"
     r"|\b(?:[Ff]atal|[Aa]borting|[Aa]borted|[Cc]rashed|[Ss]talled|unexpectedly|core dumped|BAD TERMINATION|segfault|[Ff]ailed)\b"
     r"|\b(?:FAILED|Evicted)\b|\b(?:Connection (?:refused|reset|closed)|Permission denied|No route to host|No such file or directory)\b"
-    r"|\bcommand not found\b|\bMPI_ABORT was invoked\b"
+    r"|\bcommand not found\b|\bMPI_ABORT was invoked\b|\bAn error occurred in\b|^Error executing job"
     r"|\b(?:[Jj]ob|[Pp]rocess|[Ww]orkers?|[Aa]ctor|[Nn]ode|[Rr]anks?|[Tt]asks?|[Cc]hild|[Ss]erver|[Ee]ngine|[Ss]tep|[Pp]od)\b.{0,60}"
     r"\b(?:died|dead|killed|terminated|lost|evicted)\b"
     r"|\b(?:[Kk]illed by|[Tt]imed out|[Uu]nable to|got stuck|shut down because|sending signal (?:TERM|KILL)|fallen off the bus|NVRM: Xid)\b"

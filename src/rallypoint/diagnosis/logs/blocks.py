@@ -46,6 +46,7 @@ _LONG = re.compile(
     r"NCCL [Ee]rror|HCCL error|error: Hccl|waiting for$"
     r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
 )
+_RAISING = re.compile(r"raise (?P<type>[A-Z][\w.]*)\([rf]?[\"'](?P<message>[^{]*)")
 _CARETS = re.compile(r"^[\s~^]+$")
 _ANOTHERS = re.compile(
     r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
@@ -268,6 +269,19 @@ class Traceback(Block):
         self.stray += not native(body)
         self.done = self.done or self.stray > 2
         return False
+
+    @property
+    def says_little(self) -> bool:
+        """It is at its end, and names no cause."""
+        return self._ended and not classify.names_cause(self._message[0])
+
+    def break_off(self) -> None:
+        """Take the exception from the source line that raises it, where the log ends before its
+        name.
+        """
+        raising = _RAISING.match(self._frames[-1].source) if self._frames else None
+        if raising is not None and not (self._ended or self._doubtful):
+            self._end(raising["type"], raising["message"].rstrip("\"') "), self.last)
 
     def _keep(self, body: str) -> None:
         if len(self._lines) >= KEPT:

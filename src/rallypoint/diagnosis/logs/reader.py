@@ -126,7 +126,9 @@ class Reader:
         for chunk in as_utf8(chunks):
             self._take_all(self._sifter.feed(chunk))
         self._take_all(self._sifter.close())
-        for name in list(self._open):
+        for name, (_, block) in list(self._open.items()):
+            if isinstance(block, Traceback):
+                block.break_off()
             self._settle(name)
         for _, which, since in self._watched.values():
             for number in which if since >= FOLLOWED else ():
@@ -188,7 +190,9 @@ class Reader:
         elif (words := schedulers.nccl_warning(text)) and not classify.recognised(words):
             self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
         elif block := self._message(number, words or text):
-            if speaker.name not in self._open:  # inside a traceback it is no message of its own
+            mine = self._open.get(speaker.name)  # inside a traceback it is no message of its own
+            says_more = mine is not None and isinstance(mine[1], Traceback) and mine[1].says_little
+            if mine is None or (says_more and schedulers.exception(text) is None):
                 self._begin(speaker, block)
         elif text.rstrip().endswith("operation timeout:"):  # its facts are in the next line
             self._broken = schedulers.speaking(text, speaker)

@@ -419,14 +419,18 @@ def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
     """Drop groups that only repeat another.
 
     These are the line that a logger wrote of an exception which has its traceback, too, and the
-    news that a DataLoader's worker has ended which is known to have been killed.
+    news that a DataLoader's worker has ended which is known to have been killed, or to have met a
+    full /dev/shm.
     """
     errors = [s.error for group in groups for s in group]
     messages = {error.message.partition("\n")[0] for error in errors if error.frames}
     killed = {worker[0] for worker in map(classify.loader_killed, errors) if worker is not None}
 
+    full = any(classify.says("shared-memory", error.message) for error in errors)
+
     def repeats(error: Raised) -> bool:
-        if killed.intersection(classify.loader_gone(error.message)):
+        gone = classify.loader_gone(error.message)
+        if killed.intersection(gone) or (full and gone):
             return classify.loader_killed(error) is None
         return not error.frames and error.message.partition("\n")[0] in messages
 
