@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from rallypoint.cli import explain
+from rallypoint.cli import main as cli
 from rallypoint.diagnosis.catalogue import CATALOGUE, QUESTIONS
 
 OUT_OF_MEMORY = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -36,12 +36,12 @@ def _run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
 
 def _explained(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """The same without a process: what is asked for in words needs neither stdin nor a terminal."""
-    status = explain.main([*words])
+    status = cli.main(["explain", *words])
     return status, *capsys.readouterr()
 
 
 def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["rank-killed"]) == 0
+    assert cli.main(["explain", "rank-killed"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("# rank-killed\n")
     assert "## How to fix it" in shown
@@ -60,9 +60,9 @@ def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_code_as_it_was_copied(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main([word]) == 0
+    assert cli.main(["explain", word]) == 0
     assert capsys.readouterr().out.startswith("# rank-killed\n")
-    assert explain.main(word.split()) == 0
+    assert cli.main(["explain", *word.split()]) == 0
 
 
 def test_without_anything_all_codes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_words_without_the_type_of_an_exception(
     message: str, headline: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a person copies out of a line, or remembers of it."""
-    explain.main([message])
+    cli.main(["explain", message])
     out, err = capsys.readouterr()
     assert " ".join(out.split()).startswith(headline)
     assert "RuntimeError" not in out, "a type that nobody has said"
@@ -134,14 +134,14 @@ def test_words_without_the_type_of_an_exception(
 
 
 def test_an_unknown_code_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["rank-kiled"]) == 2
+    assert cli.main(["explain", "rank-kiled"]) == 2
     told = capsys.readouterr().err
     assert "there is no code and no file rank-kiled" in told
     assert "rallypoint explain rank-killed" in told
 
 
 def test_an_unknown_option_is_no_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["--jsn"]) == 2
+    assert cli.main(["explain", "--jsn"]) == 2
     assert capsys.readouterr().err.startswith(
         "error[option-unknown]: rallypoint explain has no option --jsn\n"
     )
@@ -175,7 +175,7 @@ def test_an_unknown_option_is_no_code(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_nearly_right(
     argv: list[str], headline: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain.main(argv) == 2
+    assert cli.main(["explain", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert headline in err
@@ -190,17 +190,17 @@ def test_what_is_nearly_right(
     ],
 )
 def test_a_message_may_have_dashes(message: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    explain.main(message)
+    cli.main(["explain", *message])
     assert "option-unknown" not in capsys.readouterr().err
 
 
 def test_underscores_are_hyphens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["--error_format=json", "Killed"]) == 0
+    assert cli.main(["explain", "--error_format=json", "Killed"]) == 0
     assert json.loads(capsys.readouterr().out)
 
 
 def test_two_codes_are_two_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["rank-killed", "port-in-use"]) == 0
+    assert cli.main(["explain", "rank-killed", "port-in-use"]) == 0
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith("# ")] == [
         "# rank-killed",
@@ -215,14 +215,14 @@ def test_a_page_is_in_bold_where_colours_are_asked_for(
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "1")
-    assert explain.main(["rank-killed"]) == 0
+    assert cli.main(["explain", "rank-killed"]) == 0
     assert ("\x1b[1m# rank-killed" in capsys.readouterr().out) == (variable == "FORCE_COLOR")
 
 
 def test_a_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     log.write_text("step 1\n" * 5 + TRACEBACK)
-    assert explain.main([str(log)]) == 0
+    assert cli.main(["explain", str(log)]) == 0
     assert capsys.readouterr().out == (
         "error[rank-raised]: the program raised ValueError: bad batch\n"
         "\n"
@@ -246,7 +246,7 @@ def test_several_logs_are_of_one_job(
         "RuntimeError: [x/pair.cc:5] Connection closed by peer [127.0.0.1]:5\n"
     )
     (tmp_path / "rank1.log").write_text(TRACEBACK)
-    assert explain.main([str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]) == 0
+    assert cli.main(["explain", str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n")
     assert "rank 0 lost the connection" in out
@@ -260,7 +260,7 @@ def test_several_logs_are_of_one_job(
     ],
 )
 def test_a_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(words) == 0
+    assert cli.main(["explain", *words]) == 0
     assert capsys.readouterr().out.startswith(
         "error[rank-out-of-memory]: the program ran out of GPU memory"
     )
@@ -271,7 +271,7 @@ def test_a_log_that_names_no_cause(
 ) -> None:
     log = tmp_path / "train.log"
     log.write_text("step 1\nstep 2\n")
-    assert explain.main([str(log)]) == 1
+    assert cli.main(["explain", str(log)]) == 1
     assert (
         "error[cause-unknown]: nothing in these 2 lines says that something failed"
         in capsys.readouterr().out
@@ -307,7 +307,7 @@ def test_what_cannot_be_read(tmp_path: pathlib.Path, format: str) -> None:
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main(["--help"]) == 0
+    assert cli.main(["explain", "--help"]) == 0
     assert "rallypoint explain FILE ..." in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.cli import main as cli
 from rallypoint.cli import run
 from rallypoint.host import resolver
 from rallypoint.launcher import plan, torch_version
@@ -33,7 +34,7 @@ def test_a_wrong_option_is_shown_whole_by_node_0_alone(
         monkeypatch.setenv(name, str(value))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        assert run.main(["--no-such-option", "train.py"]) == 2
+        assert cli.main(["run", "--no-such-option", "train.py"]) == 2
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     said = capfd.readouterr().err
@@ -100,8 +101,18 @@ def test_dry_run_starts_and_writes_nothing(
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     assert (
-        run.main(
-            ["-n", "2", "--fresh", "--dry-run", "--numa-binding", "node", "train.py", "--dry-run"]
+        cli.main(
+            [
+                "run",
+                "-n",
+                "2",
+                "--fresh",
+                "--dry-run",
+                "--numa-binding",
+                "node",
+                "train.py",
+                "--dry-run",
+            ]
         )
         == 0
     )
@@ -120,7 +131,9 @@ def test_a_plan_does_not_hand_control_sequences_to_the_terminal(
     """An argument of the program with a terminal's title in it set that title."""
     (folder / "train.py").write_text("")
     assert (
-        run.main(["-n", "2", "--fresh", "--dry-run", "train.py", "\x1b]0;title\x07", "a\x1b[2Jb"])
+        cli.main(
+            ["run", "-n", "2", "--fresh", "--dry-run", "train.py", "\x1b]0;title\x07", "a\x1b[2Jb"]
+        )
         == 0
     )
     assert "\x1b" not in capsys.readouterr().out
@@ -130,7 +143,7 @@ def test_trouble_is_shown_instead_of_the_plan(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "bad.py").write_text("print('hi'\n")
-    assert run.main(["-n", "4", "--fresh", "--dry-run", "bad.py"]) == 1
+    assert cli.main(["run", "-n", "4", "--fresh", "--dry-run", "bad.py"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("SyntaxError") == 2  # headline and Python's own words, once for all ranks
@@ -142,7 +155,7 @@ def test_without_torch_the_line_to_type_is_whole(
 ) -> None:
     (folder / "count words.py").touch()
     monkeypatch.setattr("rallypoint.launcher.torch_version.torch_version", lambda: "")
-    assert run.main(["-n", "3", "--quiet", "count words.py", "--lr", "1"]) == 2
+    assert cli.main(["run", "-n", "3", "--quiet", "count words.py", "--lr", "1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error[torch-missing]: torch is not installed in ")
     assert "rallypoint run --fresh -n 3 --quiet 'count words.py' --lr 1\n" in err
@@ -180,7 +193,7 @@ def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatc
         return 17
 
     monkeypatch.setattr("rallypoint.launcher.agent.agent.run", carry_out)
-    assert run.main(["-n", "3", "--fresh", "train.py", "x"]) == 17
+    assert cli.main(["run", "-n", "3", "--fresh", "train.py", "x"]) == 17
     assert (plans[0].slots, plans[0].program.args) == (3, ("x",))
 
 

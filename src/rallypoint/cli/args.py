@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -177,17 +177,10 @@ def _read(option: Option, given: Given, command: Command) -> Any:
         raise UsageError("usage", headline, help=hints.example(option, command)) from None
 
 
-def invoke(
-    command: Command,
-    argv: Sequence[str],
-    act: Callable[[CommandLine], int],
-    environ: Mapping[str, str] = MappingProxyType({}),
-) -> int:
-    """Do `act` with the command line and return the exit status; answer --help, and print errors.
-
-    `environ`: where variables may stand for options.
-    """
-    line = take_apart(argv, environ, command)
+def invoke(command: Command, argv: Sequence[str], act: Callable[[CommandLine], int]) -> int:
+    """Do `act` with the command line and return the exit status; answer --help, and print
+    errors."""
+    line = take_apart(argv, os.environ, command)
 
     def answer() -> int:
         if line.wants_help:

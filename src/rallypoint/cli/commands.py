@@ -153,3 +153,5 @@ one job. `-` is stdin.
 The exit status is 0 when a cause is named (or a page was shown), 1 when the log does not tell it, 2 for what cannot be read.
 """,
 )
+
+BY_NAME = {one.name: one for one in (RUN, SHOW, SERVE, STACKS, STOP, DOCTOR, EXPLAIN)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,28 +21,24 @@ if TYPE_CHECKING:
 _CLEAR_LINE = "\r\x1b[K"
 
 
-def main(argv: list[str]) -> int:
-    """Run `rallypoint doctor`; return the exit status: 0, or 1 when there is a fault."""
+def main(line: CommandLine) -> int:
+    """Check; return the exit status: 0, or 1 when there is a fault."""
+    from rallypoint.host import processes
 
-    def act(line: CommandLine) -> int:
-        from rallypoint.host import processes
-
-        values = args.values(line, DOCTOR)
-        listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
-        path = values["secret_file"]
-        _refuse(values)
-        # one that was closed when we started must not become a pipe of ours
-        processes.open_standard_descriptors()
-        screen = _DoctorScreen(values["error_format"])
-        if listen is not None:
-            return screen.show(listen_for_peers(listen, path, port_range))
-        if peers:
-            return screen.show(
-                check_peers(peers, _secret(path, "--peer HOST:PORT"), port_range, screen)
-            )
-        return examine(_names(values["only"], values["skip"]), screen)
-
-    return args.invoke(DOCTOR, argv, act, os.environ)
+    values = args.values(line, DOCTOR)
+    listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
+    path = values["secret_file"]
+    _refuse(values)
+    # one that was closed when we started must not become a pipe of ours
+    processes.open_standard_descriptors()
+    screen = _DoctorScreen(values["error_format"])
+    if listen is not None:
+        return screen.show(listen_for_peers(listen, path, port_range))
+    if peers:
+        return screen.show(
+            check_peers(peers, _secret(path, "--peer HOST:PORT"), port_range, screen)
+        )
+    return examine(_names(values["only"], values["skip"]), screen)
 
 
 def examine(names: tuple[str, ...], screen: _DoctorScreen) -> int:

@@ -47,21 +47,17 @@ _CODE = re.compile(r"\b(?:error|warning|stopped)\[([a-z]+(?:-[a-z0-9]+)*)\]")
 _LOG_NAMES = (".log", ".txt", ".out", ".err", ".gz", ".bz2", ".xz")
 
 
-def main(argv: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Print what was asked for on stdout; return the exit status: 0 when a cause is named, 1 when
     there is none, 2 for what cannot be read.
     """
-
-    def act(line: CommandLine) -> int:
-        error_format = args.values(line, EXPLAIN)["error_format"]
-        if line.words == ("-",) or (not line.words and _is_stdin_sent()):
-            return _tell(_of_stdin(), error_format)
-        if not line.words:
-            write_out(_list(columns(sys.stdout)))
-            return 0
-        return _explain(line.words, error_format)
-
-    return args.invoke(EXPLAIN, argv, act)
+    error_format = args.values(line, EXPLAIN)["error_format"]
+    if line.words == ("-",) or (not line.words and _is_stdin_sent()):
+        return _tell(_of_stdin(), error_format)
+    if not line.words:
+        write_out(_list(columns(sys.stdout)))
+        return 0
+    return _explain(line.words, error_format)
 
 
 def _explain(words: Sequence[str], error_format: str) -> int:

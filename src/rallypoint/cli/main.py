@@ -55,8 +55,10 @@ def dispatch(words: list[str]) -> int:
     if name in COMMANDS:  # only the module of this command is loaded
         from importlib import import_module
 
-        status: int = import_module(f"rallypoint.cli.{name}").main(rest)
-        return status
+        from rallypoint.cli import args, commands
+
+        act = import_module(f"rallypoint.cli.{name}").main
+        return args.invoke(commands.BY_NAME[name], rest, act)
     from rallypoint.cli import hints
 
     raise hints.no_command(words, COMMANDS)

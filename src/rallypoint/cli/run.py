@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import args, commands, precheck, run_options
+from rallypoint.cli import precheck, run_options
 from rallypoint.cli.hints import retyped
 from rallypoint.cli.output import rendered, write_err, write_out
 from rallypoint.clusters.detect import detect
@@ -32,25 +32,21 @@ machine's.
 """
 
 
-def main(argv: list[str]) -> int:
-    """Run `rallypoint run`; return the exit status."""
-
-    def act(line: CommandLine) -> int:
+def main(line: CommandLine) -> int:
+    """Start a job; return its exit status."""
+    try:
         try:
-            try:
-                wanted = run_options.read(line, lambda: detect(os.environ))
-            except UsageError as error:
-                if not _is_told_by_node_0(error, os.environ):
-                    raise
-                return exits.USAGE
-            return start(wanted, os.environ, line.typed)
-        except RallypointError as error:
-            from rallypoint.diagnosis import render
+            wanted = run_options.read(line, lambda: detect(os.environ))
+        except UsageError as error:
+            if not _is_told_by_node_0(error, os.environ):
+                raise
+            return exits.USAGE
+        return start(wanted, os.environ, line.typed)
+    except RallypointError as error:
+        from rallypoint.diagnosis import render
 
-            termination_log.write(render.first_line(render.report_of(error)), os.environ)
-            raise
-
-    return args.invoke(commands.RUN, argv, act, os.environ)
+        termination_log.write(render.first_line(render.report_of(error)), os.environ)
+        raise
 
 
 def _is_told_by_node_0(error: UsageError, environ: Mapping[str, str]) -> bool:

@@ -25,19 +25,13 @@ if TYPE_CHECKING:
 SECRET_NAME = "secret"
 
 
-def main(argv: list[str]) -> int:
-    """Run `rallypoint serve`; return the exit status: 0 after SIGTERM or SIGHUP, 130 after
-    Ctrl-C.
-    """
-
-    def act(line: CommandLine) -> int:
-        values = args.values(line, SERVE)
-        port_file, secret_file = values["port_file"], values["secret_file"]
-        limits = {name: values[name] for name in ("host", "port", "port_range", "max_bytes")}
-        # looks at the file, before anything is started
-        return serve(PortFile(port_file) if port_file else None, secret_file, limits)
-
-    return args.invoke(SERVE, argv, act)
+def main(line: CommandLine) -> int:
+    """Serve; return the exit status: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C."""
+    values = args.values(line, SERVE)
+    port_file, secret_file = values["port_file"], values["secret_file"]
+    limits = {name: values[name] for name in ("host", "port", "port_range", "max_bytes")}
+    # looks at the file, before anything is started
+    return serve(PortFile(port_file) if port_file else None, secret_file, limits)
 
 
 def serve(port_file: PortFile | None, secret_file: str | None, limits: dict[str, Any]) -> int:

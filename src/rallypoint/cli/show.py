@@ -47,32 +47,28 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _SPANS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
-def main(argv: list[str]) -> int:
-    """Run `rallypoint show`; return the exit status: 0 when something was shown."""
-
-    def act(line: CommandLine) -> int:
-        values, words = args.values(line, SHOW), line.words
-        root, now = default_root(os.environ), datetime.datetime.now().timestamp()
-        as_json = values["error_format"] == "json"
-        if values["list"]:
-            if words:
-                help = (("see one run", f"rallypoint show {words[0]}"),)
-                raise UsageError("usage", f"--list names no run, and got {words[0]}", help=help)
-            runs = list(_kept(root))
-            write_out(
-                _json([_summary(run, now) for run in runs])
-                if as_json
-                else listed(runs, root, now, columns(sys.stdout))
-            )
-            return 0
-        if len(words) > 1:
-            help = (("see what is kept", "rallypoint show --list"),)
-            raise UsageError("usage", f"show takes one run, and got {len(words)}", help=help)
-        run = job_of_nodes.read(job_of_nodes.find(root, *words))
-        write_out(_json(document(run, now)) if as_json else text(run, now))
+def main(line: CommandLine) -> int:
+    """Show a run, or the list; return the exit status: 0 when something was shown."""
+    values, words = args.values(line, SHOW), line.words
+    root, now = default_root(os.environ), datetime.datetime.now().timestamp()
+    as_json = values["error_format"] == "json"
+    if values["list"]:
+        if words:
+            help = (("see one run", f"rallypoint show {words[0]}"),)
+            raise UsageError("usage", f"--list names no run, and got {words[0]}", help=help)
+        runs = list(_kept(root))
+        write_out(
+            _json([_summary(run, now) for run in runs])
+            if as_json
+            else listed(runs, root, now, columns(sys.stdout))
+        )
         return 0
-
-    return args.invoke(SHOW, argv, act)
+    if len(words) > 1:
+        help = (("see what is kept", "rallypoint show --list"),)
+        raise UsageError("usage", f"show takes one run, and got {len(words)}", help=help)
+    run = job_of_nodes.read(job_of_nodes.find(root, *words))
+    write_out(_json(document(run, now)) if as_json else text(run, now))
+    return 0
 
 
 def _kept(root: str) -> Iterator[KeptRun]:

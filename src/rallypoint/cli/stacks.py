@@ -29,17 +29,13 @@ SOURCE_BYTES_MOST = 2 * 1024 * 1024
 """Bytes of a file whose lines are shown: a larger one is generated, and its lines say nothing."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `rallypoint stacks`; return the exit status: 0 when the ranks were shown."""
-
-    def act(line: CommandLine) -> int:
-        values = args.values(line, STACKS)
-        path, others = chosen(line.words, "stacks")
-        found = ask(path)
-        write_out(as_json(found) if values["error_format"] == "json" else as_text(found, others))
-        return 0
-
-    return args.invoke(STACKS, argv, act)
+def main(line: CommandLine) -> int:
+    """Show where the ranks are; return the exit status: 0 when they were shown."""
+    values = args.values(line, STACKS)
+    path, others = chosen(line.words, "stacks")
+    found = ask(path)
+    write_out(as_json(found) if values["error_format"] == "json" else as_text(found, others))
+    return 0
 
 
 def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[str, ...]]:

@@ -18,18 +18,14 @@ they left, and writes down their last words.
 """
 
 
-def main(argv: list[str]) -> int:
-    """Run `rallypoint stop`; return the exit status: 0 when the job is over."""
-
-    def act(line: CommandLine) -> int:
-        args.values(line, STOP)
-        path, others = stacks.chosen(line.words, "stop")
-        write_out(f"{stop(path)}\n")
-        if others:
-            write_out(f"still running: {', '.join(others)}\n")
-        return 0
-
-    return args.invoke(STOP, argv, act)
+def main(line: CommandLine) -> int:
+    """End a job; return the exit status: 0 when it is over."""
+    args.values(line, STOP)
+    path, others = stacks.chosen(line.words, "stop")
+    write_out(f"{stop(path)}\n")
+    if others:
+        write_out(f"still running: {', '.join(others)}\n")
+    return 0
 
 
 def stop(path: str) -> str:
