@@ -370,7 +370,7 @@ def main() -> int:
         import rallypoint.primitives.barrier
         import rallypoint.primitives.lock
         import rallypoint.primitives.store
-        import rallypoint.store.tls  # noqa: F401
+        import rallypoint.store.client.encrypted_socket  # noqa: F401
     gc.collect()
     gc.freeze()
     clients = fork_clients(spec, where)

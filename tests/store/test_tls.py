@@ -17,10 +17,11 @@ import pytest
 import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.store.certificate import TlsIdentity, client_context, new_identity
+from rallypoint.store.client.encrypted_socket import EncryptedSocket
 from rallypoint.store.client.member import Member
 from rallypoint.store.limits import ORPHAN
 from rallypoint.store.server.server import Server
-from rallypoint.store.tls import secured
+from rallypoint.store.tls_socket import poll_of
 from rallypoint.testing import ChaosProxy
 
 from .live import DEADLINE, Thread, running, until
@@ -34,6 +35,7 @@ LATE = 1.0
 
 NODE = """
 import sys
+from rallypoint.store.client.encrypted_socket import EncryptedSocket
 from rallypoint.store.client.member import Member
 port, secret = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
 member = Member.join([("127.0.0.1", port)], secret, job="", ttl=float(sys.argv[3]), tls=True)
@@ -270,6 +272,43 @@ def test_an_older_tls_is_refused(server: Server) -> None:
         context.wrap_socket(sock)
 
 
+def test_a_clients_socket_gives_and_takes_portions_of_any_size(identity: TlsIdentity) -> None:
+    """What is left of a record makes no socket readable, and bytes that a full socket has not taken
+    are encrypted already."""
+    full = threading.Event()
+    long = LARGE * 4
+
+    def serve() -> bytes:
+        with identity.context.wrap_socket(listener.accept()[0], server_side=True) as sock:
+            assert sock.recv(100) == b"begin"
+            sock.sendall(LARGE[:100_000])
+            assert full.wait(DEADLINE)
+            found = bytearray()
+            while len(found) < len(long):
+                found += sock.recv(65536)
+            return bytes(found)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = Thread(serve)
+        with EncryptedSocket(socket.create_connection(listener.getsockname())) as sock:
+            assert sock.send(b"begin") == 5
+            poll, found = poll_of(sock), b""
+            while len(found) < 100_000:
+                assert poll(DEADLINE * 1000.0)
+                with contextlib.suppress(BlockingIOError):
+                    found += sock.recv(1000)
+            assert found == LARGE[:100_000]
+            assert not poll(0)
+            left = memoryview(long)
+            while left:
+                try:
+                    left = left[sock.send(left) :]
+                except BlockingIOError:
+                    full.set()
+                    select.select([], [sock], [], DEADLINE)
+            assert serving.result() == long
+
+
 # --- ends ---
 
 
@@ -368,14 +407,6 @@ def test_nothing_is_left_of_either_side(identity: TlsIdentity) -> None:
     ):
         store["k"] = LARGE
     until(lambda: counted() == before, 10.0)
-
-
-def test_a_first_connection_that_has_gone_costs_those_that_follow_nothing(server: Server) -> None:
-    until(lambda: all(thread.name != "rallypoint: TLS" for thread in threading.enumerate()))
-    with socket.socket() as gone, pytest.raises(OSError, match="not connected"):
-        secured(gone)
-    with connect(server.address) as store:
-        assert store.add("n", 1) == 1
 
 
 def test_strangers_are_bounded_as_without_tls(

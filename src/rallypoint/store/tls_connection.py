@@ -1,17 +1,15 @@
-"""One TLS connection: its handshake, and the bytes on their way through it. Belongs to the thread of
-`store/tls.py`."""
+"""One TLS connection of a server: its handshake, and the bytes on their way through it. Belongs to
+the thread of `store/tls.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import select
 import socket
 import ssl
-import weakref
 from math import inf
 
-from rallypoint.store.tls_socket import ALERT_BEGINS, TLS_BEGINS, TlsSocket
+from rallypoint.store.tls_socket import TlsSocket, is_plain
 from rallypoint.wire.frames import framed
 from rallypoint.wire.messages import Refusal, encode
 
@@ -33,7 +31,7 @@ class TlsConnection:
     """One TLS connection and the socketpair before it. Only the thread touches it."""
 
     __slots__ = (
-        "ended", "fds", "first", "incoming", "inner", "is_server", "left", "masks", "open", "outgoing", "said_all", "shut", "tcp", "tls",
+        "ended", "fds", "first", "incoming", "inner", "left", "masks", "open", "outgoing", "said_all", "shut", "tcp", "tls",
         "to_inner", "to_tcp", "until", "user",
     )  # fmt: skip
 
@@ -43,10 +41,9 @@ class TlsConnection:
         self.tcp = tcp
         self.inner = inner
         self.fds = tcp.fileno(), inner.fileno()
-        self.user = weakref.ref(user)
-        self.is_server = context.protocol is ssl.PROTOCOL_TLS_SERVER
+        self.user = user
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=self.is_server)
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=True)
         self.to_tcp = self.to_inner = memoryview(b"")
         self.open = False  # the handshake is over
         self.first = b""  # that came from the other side
@@ -96,13 +93,13 @@ class TlsConnection:
             if not self.open and len(self.first) < RECORD_BYTES:
                 self.first += scratch[:count]
             self.incoming.write(scratch[:count])
-        if self.open or self.shake_hands():
+        if self.open or self._shake_hands():
             self._decrypt(scratch)
 
-    def shake_hands(self) -> bool:
+    def _shake_hands(self) -> bool:
         """Go on with the handshake, and tell whether it is over."""
         try:
-            if len(self.first) > 1 and not self.first.startswith((TLS_BEGINS, ALERT_BEGINS)):
+            if is_plain(self.first):
                 raise ssl.SSLError  # OpenSSL would wait for more of what it takes for its own
             self.tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -111,27 +108,16 @@ class TlsConnection:
         except ssl.SSLError:
             self._give_up()
             return False
-        user = self.user()
-        if user is not None and not self.is_server:
-            certificate = self.tls.getpeercert(binary_form=True)
-            user.binding = hashlib.sha256(certificate or b"").digest()
         self.open = True
         self.flush()
         return True
 
     def _give_up(self) -> None:
-        """End a handshake that failed. A client gets what was answered without TLS, if anything was:
-        it may be a refusal. A server refuses a client without TLS in a way that it understands.
-        """
-        answered = b"" if self.first.startswith((TLS_BEGINS, ALERT_BEGINS)) else self.first
-        if not self.is_server:
-            self.to_inner = memoryview(answered)
-            self.flush_inner()
-        elif answered:
+        """End a handshake that failed, and refuse a client without TLS in a way that it understands."""
+        if is_plain(self.first):
             self.to_tcp = memoryview(NO_PLAIN)
-            user = self.user()
-            if user is not None and answered[2:12] == NO_LENGTHS:
-                user.refusal = "it does not speak TLS, and this side does (--tls)"
+            if self.first[2:12] == NO_LENGTHS:
+                self.user.refusal = "it does not speak TLS, and this side does (--tls)"
         self.ended = self.said_all = True
         self.flush()
 

@@ -132,10 +132,7 @@ def dial(
                 if opened is not None:
                     del racing[fd]
                     return opened
-                poll.unregister(fd)  # with TLS it has another socket now
-                del racing[fd]
-                racing[runner.sock.fileno()] = runner
-                poll.register(runner.sock, runner.events)
+                poll.modify(fd, runner.events)
         failures.extend(runner.too_late() for runner in racing.values())
         if not failures:
             failures.extend(
@@ -185,9 +182,10 @@ class _Runner:
                 probe.arrived(self.sock)
                 self._connected = True
                 if self._address.tls and self.sock.family != socket.AF_UNIX:
-                    from rallypoint.store import tls  # here: OpenSSL is slow to load
+                    # here: OpenSSL is slow to load
+                    from rallypoint.store.client.encrypted_socket import EncryptedSocket
 
-                    self.sock = tls.secured(self.sock)
+                    self.sock = EncryptedSocket(self.sock)
                 self._send(self._joining.start(self._way()))
             elif self._out:
                 self._flush()

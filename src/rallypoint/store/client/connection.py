@@ -27,6 +27,7 @@ from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED, descripto
 from rallypoint.store.client.call import Call
 from rallypoint.store.client.connect import Opened
 from rallypoint.store.client.failures import of_a_handler
+from rallypoint.store.tls_socket import poll_of
 from rallypoint.wire.frames import FrameError, framed, header
 from rallypoint.wire.messages import (
     LENDS,
@@ -136,9 +137,7 @@ class Connection:
         self._now = clock.monotonic
         self._on_sign = on_sign
         self._pings: deque[float] = deque()  # when those were sent that have no answer yet
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        self._poll = poll.poll
+        self._poll = poll_of(self.sock)
         self._send = self.sock.send
         self._recv = self.sock.recv
         self._recvmsg = self.sock.recvmsg

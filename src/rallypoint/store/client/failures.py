@@ -60,6 +60,7 @@ def of_a_handler(error: OSError) -> bool:
     return isinstance(error, RallypointError) or module.partition(".")[0] not in (
         "rallypoint",
         "socket",
+        "ssl",
     )
 
 

@@ -248,6 +248,8 @@ class Server:
         loop, self._loop, self._state = self._loop, None, "in another process"
         if loop is not None:
             loop.forget()
+            if self._tls is not None:
+                self._tls.close()
 
     def __enter__(self) -> Server:
         if self._state != "serving":  # what `serve` returns is serving already
