@@ -707,6 +707,20 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
             "start-failed",
         ),
         ("free(): invalid pointer", "rank-crashed"),
+        ("    free(): double free detected in tcache 2", "rank-crashed"),
+        (
+            "DDP expects same model across all ranks, but Rank 0 has 16 params, while rank 1 has inconsistent 0 params.",
+            "collective-mismatch",
+        ),
+        (
+            "subprocess.CalledProcessError: Command '['/usr/bin/gcc', 'a.c']' returned non-zero exit status 1.",
+            "rank-raised",
+        ),
+        (
+            "subprocess.CalledProcessError: Command '['python', 'a.py']' returned non-zero exit status 1.",
+            "rank-exited",
+        ),
+        ("    | ConnectionError: Couldn't reach 'a/b' on the Hub", "rank-raised"),
         ("*** Error in `python': double free or corruption (!prev): 0x00 ***", "rank-crashed"),
         ("corrupted size vs. prev_size", "rank-crashed"),
         ("*** stack smashing detected ***: terminated", "rank-crashed"),

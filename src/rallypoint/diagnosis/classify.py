@@ -173,7 +173,7 @@ _ALONE = (
     "port-in-use", "port-forbidden", "group-twice", "group-missing", "parameters-unused",
     "cuda-forked", "kernel-failed", "device-missing", "device-busy", "device-shared",
     "cuda-init-failed", "gpu-not-built-for", "gpu-memory", "variable-missing", "shared-memory", "host-memory",
-    "loader-killed", "sizes-differ", "calls-differ",
+    "loader-killed", "sizes-differ", "calls-differ", "models-differ", "calls-mismatched",
 )  # fmt: skip
 
 
@@ -478,7 +478,12 @@ def meaning(error: Raised) -> Meaning:
         if torch.WAITED_IN_A_CALL.search(message):
             return Meaning.WAITED
     bare = _short(error.type) in python.BARE_TYPES or python.BARE.search(message)
-    if bare and not fits("no-input", error) and not _file_ended(error):
+    if (
+        bare
+        and not python.OF_WEB.search(message)
+        and not fits("no-input", error)
+        and not _file_ended(error)
+    ):
         return Meaning.MAYBE_LOST
     words = f"{error.type}: {message}"
     if schedulers.WAITED.search(words):

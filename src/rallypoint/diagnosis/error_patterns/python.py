@@ -58,6 +58,9 @@ BARE_TYPES = (
     "BrokenPipeError",
     "EOFError",
 )
+OF_WEB = re.compile(r"https?://|HTTPS?Connection|\bon the Hub\b")
+"""Words about a connection that went to no rank."""
+
 BARE = re.compile(
     r"Connection (reset|closed|aborted|refused)|Broken pipe|Socket Timeout"
     r"|failed to connect to all addresses",

@@ -13,6 +13,7 @@ import msgspec
 
 from rallypoint.diagnosis.error_patterns.nccl import REMARKS
 from rallypoint.diagnosis.error_patterns.python import SIGNALS
+from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker, of_rank
 
 CAUSES = {
@@ -117,6 +118,11 @@ def _line(
     return _Line(word, re.compile(words), sign, by, first, signal, code)
 
 
+# What a library starts, and no rank is.
+_TOOL = (
+    r"Command '(?:\[')?(?:[^\s']{0,200}/)?(?:gcc|g\+\+|cc|c\+\+|clang|nvcc|hipcc|ninja|make|cmake"
+    r"|git|ldconfig|nvidia-smi)(?![\w.-])"
+)
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 _LINES = (
     _line(
@@ -184,7 +190,7 @@ _LINES = (
     ),
     _line(
         "exit status",
-        r"CalledProcessError: (?!Command '(?:\[')?ssh\b).{0,4000} returned non-zero exit status (?P<code>-?\d+)",
+        rf"CalledProcessError: (?!Command '(?:\[')?ssh\b|{_TOOL}).{{0,4000}} returned non-zero exit status (?P<code>-?\d+)",
         by="the launcher",
         first=True,
     ),
@@ -247,8 +253,8 @@ _LINES = (
     *(
         _line(
             word,
-            r"^(?:\*\*\* Error in `.{1,200}': )?(?:(?:free|malloc|realloc|munmap_chunk|\w+)\(\): "
-            r"(?:invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
+            r"^\s{0,8}(?:\*\*\* Error in `.{1,200}': )?(?:\w+\(\): "
+            r"(?:double free|invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
             r"|double free or corruption|corrupted (?:size vs|double-linked)|\*\*\* stack smashing)",
             by="the C library",
             first=True,
@@ -533,8 +539,8 @@ _WRAPPERS = re.compile(
 )
 
 
-def of_launcher(kind: str) -> bool:
+def of_launcher(error: Raised) -> bool:
     """Tell whether an exception only hands on that a process failed, or that the launcher was
     stopped.
     """
-    return bool(_WRAPPERS.search(kind))
+    return bool(_WRAPPERS.search(error.type)) and not re.match(_TOOL, error.message)

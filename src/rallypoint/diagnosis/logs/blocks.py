@@ -305,10 +305,10 @@ class Traceback(Block):
             self._chosen = error
         elif self._link == "during":
             tried = chosen.type in _TRIED and not _CLOSING.search(error.message)
-            if tried or schedulers.of_launcher(chosen.type):
+            if tried or schedulers.of_launcher(chosen):
                 self._chosen = error
         elif self._link == "because" and not classify.says_why(chosen):
-            self._chosen = chosen if schedulers.of_launcher(error.type) else error
+            self._chosen = chosen if schedulers.of_launcher(error) else error
 
     def _raised(self) -> Raised:
         frames, filename = self._frames, ""
@@ -497,7 +497,7 @@ class Summary(Block):
             ends = (max(code, 0), max(-code, 0), number, local, pid, host, "torchrun")
             yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first))
             error = failure.traceback.error() if failure.traceback is not None else None
-            if error is not None and not schedulers.of_launcher(error.type):
+            if error is not None and not schedulers.of_launcher(error):
                 yield Sighting(Sign.RAISED, place, of_rank(number), error=error)
 
 

@@ -27,6 +27,8 @@ _CARRIERS = re.compile(
     # journald, syslog
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
     r"|> (?=\S|  |$)"  # a quotation
+    # the column of a summary
+    r"| {1,40}\| (?=\[rank\d+\]: |Traceback \(|  File |(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
     # the marks of a page
     r"|[`*_#]{1,8} ?(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
     r"|\[pod/[^\]]+\] "  # kubectl logs --prefix

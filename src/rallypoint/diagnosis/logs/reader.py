@@ -277,7 +277,7 @@ class Reader:
 
     def _raised(self, sighting: Sighting) -> None:
         error, speaker = sighting.error, sighting.speaker
-        of_launcher = schedulers.of_launcher(error.type)
+        of_launcher = schedulers.of_launcher(error)
         if of_launcher or error.type == "Exception":
             self._failed = True
             told = schedulers.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
