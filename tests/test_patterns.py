@@ -141,12 +141,13 @@ def _of_calls() -> Iterator[tuple[str, str, Pattern]]:
 def _patterns() -> list[tuple[str, Pattern]]:
     found: dict[Pattern, tuple[str, Pattern]] = {}
     matched = _only_matched()
-    for path, name, pattern in _of_modules():
+    of_modules = list(_of_modules())
+    for path, name, pattern in of_modules:
         if not f"{path}:{name}".startswith(tuple(EXEMPT)):
             found.setdefault(
                 pattern, (path, _at_the_start(pattern) if f"{path}:{name}" in matched else pattern)
             )
-    seen = {pattern for _, _, pattern in _of_modules()}
+    seen = {pattern for _, _, pattern in of_modules}
     for path, call, pattern in _of_calls():
         if pattern not in seen and not path.startswith(tuple(EXEMPT)):
             found.setdefault(

@@ -419,7 +419,7 @@ def test_a_slow_import_is_named_once_at_the_end(run: Run, write: Write) -> None:
     [
         ((), {}, ["train.py:2 sets OMP_NUM_THREADS", "settings.py:1 sets TORCH_LOGS"]),
         ((), {"OMP_NUM_THREADS": "2", "TORCH_LOGS": "+distributed"}, []),
-        (("--fresh",), {}, []),
+        (("--fresh", "-n", "1"), {}, []),
     ],
     ids=["set late", "set before", "fresh"],
 )

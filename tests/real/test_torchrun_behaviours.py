@@ -714,6 +714,7 @@ def on_terminal(
     return Result(rc, shown.decode(errors="replace"), "", 0.0, state)
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 @WAYS
 def test_one_rank_has_the_terminal_itself(
@@ -731,6 +732,7 @@ def test_one_rank_has_the_terminal_itself(
     assert "[0]" not in result.out
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 def test_several_ranks_on_a_terminal(
     tmp_path: Path, write: Write, terminal: tuple[int, int]

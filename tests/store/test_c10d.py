@@ -912,6 +912,8 @@ import rallypoint
 
 what, size, address, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
 torch.set_num_threads(1)
+if what == "everything":
+    import torch._dynamo  # DistributedDataParallel does: once, and not in each rank
 
 
 def connect(rank):

@@ -22,9 +22,10 @@ class Squares(Dataset):
 
 
 def loader_of(method: str) -> str:
-    batches = list(DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=method))
+    workers = 2 if method == "fork" else 1  # else each imports torch
+    batches = list(DataLoader(Squares(), batch_size=2, num_workers=workers, multiprocessing_context=method))
     assert torch.cat([values for values, _ in batches]).tolist() == [n * n for n in range(8)], batches
-    assert len({pid for _, pids in batches for pid in pids.tolist()} - {os.getpid()}) == 2
+    assert len({pid for _, pids in batches for pid in pids.tolist()} - {os.getpid()}) == workers
     return f"DataLoader {method}"
 
 
