@@ -736,6 +736,25 @@ def test_words_of_vendors(line: str, code: str) -> None:
     assert _told("epoch\n" * 100 + line + "\n")[0].code == code
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Uncorrectable ECC errors: 0",
+        "parse(): invalid value, taken as 3",
+        "memory pressure is 0.1, killed 0 Workers (tasks / actors)",
+        "step 3 | out of memory retries 0",
+        "HTTP 200 https://example.org/ ok",
+        "> a quotation with **bold: words**",
+        "    | epoch 3 | loss 0.1",
+        "n1:7:9 [0] NCCL INFO NET/Plugin: Failed to find ncclNetPlugin_v9 symbol.",
+    ],
+)
+def test_lines_of_jobs_that_are_well(line: str) -> None:
+    report = _told(f"{line}\nepoch 4\n")[0]
+    assert (report.code, report.confidence) == ("cause-unknown", "certain"), report.headline
+    assert "speaks of a failure" not in report.headline
+
+
 def test_a_traceback_that_is_cut_after_the_line_that_raises() -> None:
     log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise ValueError("bad shapes")\n'
     report = _told(log)[0]

@@ -253,7 +253,7 @@ _LINES = (
     *(
         _line(
             word,
-            r"^\s{0,8}(?:\*\*\* Error in `.{1,200}': )?(?:\w+\(\): "
+            r"^\s{0,8}(?:\*\*\* Error in `.{1,200}': )?(?:(?:\w*alloc|malloc_consolidate|free|m\w+_chunk)\(\): "
             r"(?:double free|invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
             r"|double free or corruption|corrupted (?:size vs|double-linked)|\*\*\* stack smashing)",
             by="the C library",

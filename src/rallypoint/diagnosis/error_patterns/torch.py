@@ -86,7 +86,7 @@ CAUSES = {
     ),
     "kernel-failed": re.compile(
         r"device-side assert triggered|an illegal (memory access|instruction) was encountered"
-        r"|uncorrectable (ECC|NVLink) error|unspecified launch failure|hardware stack error"
+        r"|uncorrectable (ECC|NVLink) error (encountered|detected)|unspecified launch failure|hardware stack error"
         r"|the launch timed out and was terminated|(error|failure)\b.{0,20}\b(misaligned address"
         r"|invalid program counter)|CUDA_ERROR_(ILLEGAL|LAUNCH_(FAILED|TIMEOUT)|MISALIGNED|ASSERT|ECC_)"
         # ROCm
