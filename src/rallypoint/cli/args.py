@@ -40,6 +40,7 @@ class Given(msgspec.Struct, frozen=True):
 class CommandLine(msgspec.Struct, frozen=True):
     """A command line taken apart, its values still text."""
 
+    command: Command
     given: dict[str, tuple[Given, ...]]  # by key, oldest first; variables only when not typed
     words: tuple[str, ...]  # the program and its arguments, untouched; or the command's own words
     typed: tuple[str, ...] = ()  # the options, untouched: for a line that is to be typed again
@@ -55,6 +56,23 @@ class CommandLine(msgspec.Struct, frozen=True):
     @property
     def wants_help(self) -> bool:
         return "help" in self.given
+
+    def values(self) -> dict[str, Any]:
+        """Return the value of every option, by key. Raises `UsageError`: `option-unknown`, or
+        `usage`.
+        """
+        if self.wrong:
+            raise self.wrong
+        command = self.command
+        found = {
+            option.key: _value(option, self.given.get(option.key, ()), command)
+            for option in command.options
+        }
+        if self.unknown:
+            raise self.unknown
+        if self.words and command.words == "none":
+            raise hints.no_words(self.words, self.typed, command)
+        return found
 
 
 def take_apart(
@@ -115,7 +133,7 @@ def take_apart(
         for name in (option.variable, option.fallback):
             if name and name in environ and option.key not in given:
                 given[option.key] = (Given(name, environ[name]),)
-    return CommandLine(given, tuple(words), tuple(own), wrong, unknown)
+    return CommandLine(command, given, tuple(words), tuple(own), wrong, unknown)
 
 
 def _abbreviations(argv: Sequence[str], command: Command) -> dict[str, set[str]]:
@@ -131,23 +149,6 @@ def _abbreviations(argv: Sequence[str], command: Command) -> dict[str, set[str]]
         for key, option in begun.items() if len(begun) == 1 else ():
             if option.fate != "ours" or option.variable.startswith("PET_"):
                 found.setdefault(key, set()).add(typed)
-    return found
-
-
-def values(line: CommandLine, command: Command) -> dict[str, Any]:
-    """Return the value of every option, by key. Raises `UsageError`: `option-unknown`, or
-    `usage`.
-    """
-    if line.wrong:
-        raise line.wrong
-    found = {
-        option.key: _value(option, line.given.get(option.key, ()), command)
-        for option in command.options
-    }
-    if line.unknown:
-        raise line.unknown
-    if line.words and command.words == "none":
-        raise hints.no_words(line.words, line.typed, command)
     return found
 
 

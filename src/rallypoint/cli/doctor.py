@@ -7,9 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
-from rallypoint.cli.commands import DOCTOR
 from rallypoint.cli.output import wants_color, width, write_out
 from rallypoint.errors import Advice, EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
@@ -25,7 +23,7 @@ def main(line: CommandLine) -> int:
     """Check; return the exit status: 0, or 1 when there is a fault."""
     from rallypoint.host import processes
 
-    values = args.values(line, DOCTOR)
+    values = line.values()
     listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
     path = values["secret_file"]
     _refuse(values)

@@ -12,9 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import IO, TYPE_CHECKING
 
-from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
-from rallypoint.cli.commands import EXPLAIN
 from rallypoint.cli.output import (
     beside,
     columns,
@@ -51,7 +49,7 @@ def main(line: CommandLine) -> int:
     """Print what was asked for on stdout; return the exit status: 0 when a cause is named, 1 when
     there is none, 2 for what cannot be read.
     """
-    error_format = args.values(line, EXPLAIN)["error_format"]
+    error_format = line.values()["error_format"]
     if line.words == ("-",) or (not line.words and _is_stdin_sent()):
         return _tell(_of_stdin(), error_format)
     if not line.words:

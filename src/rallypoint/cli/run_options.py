@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rallypoint.cli import args as parser
 from rallypoint.cli.args import CommandLine, Given
 from rallypoint.cli.commands import RUN
 from rallypoint.cli.hints import retyped
@@ -55,7 +54,7 @@ def read(line: CommandLine, detect: Callable[[], Cluster | None] = lambda: None)
     Raises `UsageError`: `option-unknown`, `usage` for a value that is none, `several-nodes` for
     a way to meet that is not built, `cluster-unclear`.
     """
-    values, given = parser.values(line, RUN), line.given
+    values, given = line.values(), line.given
     one_node = values["standalone"] or ("nnodes" in given and values["nnodes"] == 1)
     cluster = None if one_node or values["engine"] == "ray" else detect()
     lines = _fill_in(values, given, cluster) if cluster is not None else []

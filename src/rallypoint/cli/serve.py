@@ -8,9 +8,7 @@ import select
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
-from rallypoint.cli.commands import SERVE
 from rallypoint.cli.output import write_out
 from rallypoint.cli.port_file import PortFile
 from rallypoint.errors import EnvironmentProblem, UsageError
@@ -27,7 +25,7 @@ SECRET_NAME = "secret"
 
 def main(line: CommandLine) -> int:
     """Serve; return the exit status: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C."""
-    values = args.values(line, SERVE)
+    values = line.values()
     port_file, secret_file = values["port_file"], values["secret_file"]
     limits = {name: values[name] for name in ("host", "port", "port_range", "max_bytes")}
     # looks at the file, before anything is started

@@ -14,9 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
-from rallypoint.cli.commands import SHOW
 from rallypoint.cli.output import beside, columns, rendered, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
@@ -49,7 +47,7 @@ _SPANS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 def main(line: CommandLine) -> int:
     """Show a run, or the list; return the exit status: 0 when something was shown."""
-    values, words = args.values(line, SHOW), line.words
+    values, words = line.values(), line.words
     root, now = default_root(os.environ), datetime.datetime.now().timestamp()
     as_json = values["error_format"] == "json"
     if values["list"]:

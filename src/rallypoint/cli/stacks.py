@@ -10,9 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
-from rallypoint.cli.commands import STACKS
 from rallypoint.cli.output import width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 
@@ -31,7 +29,7 @@ SOURCE_BYTES_MOST = 2 * 1024 * 1024
 
 def main(line: CommandLine) -> int:
     """Show where the ranks are; return the exit status: 0 when they were shown."""
-    values = args.values(line, STACKS)
+    values = line.values()
     path, others = chosen(line.words, "stacks")
     found = ask(path)
     write_out(as_json(found) if values["error_format"] == "json" else as_text(found, others))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 
-from rallypoint.cli import args, stacks
+from rallypoint.cli import stacks
 from rallypoint.cli.args import CommandLine
-from rallypoint.cli.commands import STOP
 from rallypoint.cli.output import write_out
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.world import ranks_phrase
@@ -20,7 +19,7 @@ they left, and writes down their last words.
 
 def main(line: CommandLine) -> int:
     """End a job; return the exit status: 0 when it is over."""
-    args.values(line, STOP)
+    line.values()
     path, others = stacks.chosen(line.words, "stop")
     write_out(f"{stop(path)}\n")
     if others:
