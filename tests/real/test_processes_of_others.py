@@ -314,11 +314,12 @@ def test_a_program_that_changes_its_root_ends_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_file_of_the_name_of_a_module_that_connect_needs(tmp_path: Path) -> None:
-    """`hmac.py` beside the script: the one module of the standard library that was imported late in
-    a rank.
+def test_files_of_the_names_of_modules_that_connect_needs(tmp_path: Path) -> None:
+    """`hmac.py` beside the script, or `shlex.py`: modules of the standard library that were imported
+    late in a rank.
     """
-    (tmp_path / "hmac.py").write_text("raise SystemExit('the wrong one')")
+    for name in sys.stdlib_module_names:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
     (tmp_path / "connects.py").write_text(
         "import rallypoint\nwith rallypoint.connect() as store:\n    print(store.add('n'))\n"
     )

@@ -5,7 +5,6 @@ done once it is loaded.
 from __future__ import annotations
 
 import gc
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return function
 
 
-class ImportHook(importlib.abc.MetaPathFinder):
+class ImportHook:
     """Finder in front of the others. It finds a module as they do, and has `load` run it."""
 
     _finding = False  # by the others; one of the program's may ask all again

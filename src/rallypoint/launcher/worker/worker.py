@@ -12,7 +12,9 @@ import fcntl
 import hmac  # noqa: F401  # `rallypoint.connect` needs it later, when a file of this name beside the script would come first
 import io
 import os
+import random  # noqa: F401  # as hmac
 import resource
+import shlex  # noqa: F401  # as hmac
 import signal
 import socket
 import sys
