@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 
+from rallypoint.host.probe import set_for_signs_of_life
 from rallypoint.store.client.client import ABSENT
 from rallypoint.store.client.member import Member
 from rallypoint.store.server.server import Server
@@ -28,6 +29,7 @@ LOOK = 0.02  # seconds between two looks at the clock: a lease that is shorter b
 def lead() -> None:
     """Serve, and tell which nodes are lost."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    set_for_signs_of_life(listener)
     port = listener.getsockname()[1]
     with (
         Server(listeners=[listener], secret=SECRET, job=JOB, local=False),

@@ -66,6 +66,11 @@ def deaf() -> Iterator[tuple[str, int]]:
             caller.close()
 
 
+def pair_of(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
 def of_name(monkeypatch: pytest.MonkeyPatch, *places: tuple[str, int]) -> list[Address]:
     """A name that has these addresses."""
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
@@ -79,11 +84,11 @@ def test_all_addresses_of_a_name_are_tried_however_short_the_time(
     """Twenty that do not answer before the one that does: a quarter of a second each would
     be five.
     """
-    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    host, port = pair_of(server.address)
     clock = Clock()
     before = descriptors()
     opened = dial(
-        of_name(monkeypatch, *[deaf] * 20, (host, int(port))), greet, clock.monotonic() + 2.0, clock
+        of_name(monkeypatch, *[deaf] * 20, (host, port)), greet, clock.monotonic() + 2.0, clock
     )
     assert opened.where == f"{host}:{port}"
     opened.sock.close()
@@ -104,10 +109,10 @@ def test_a_name_without_an_address_does_not_hide_the_other_addresses(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    host, port = pair_of(server.address)
     places = [
         *[Address(name, number) for number in range(1, 9)],
-        Address(host, int(port)),
+        Address(host, port),
     ]
     clock = Clock()
     try:
@@ -127,7 +132,7 @@ def test_the_next_address_is_tried_beside_the_first_and_not_instead(
 ) -> None:
     """A slow address is not given up for a later one that is refused."""
     monkeypatch.setattr(dials, "STAGGER", 0.05)
-    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    host, port = pair_of(server.address)
     order: list[int] = []
     real = probe.connecting
 
@@ -137,14 +142,44 @@ def test_the_next_address_is_tried_beside_the_first_and_not_instead(
 
     clock = Clock()
     opened = dial(
-        of_name(monkeypatch, deaf, ("127.0.0.1", 1), (host, int(port))),
+        of_name(monkeypatch, deaf, ("127.0.0.1", 1), (host, port)),
         greet,
         clock.monotonic() + DEADLINE,
         clock,
         open_socket,
     )
-    assert order == [deaf[1], 1, int(port)]
+    assert order == [deaf[1], 1, port]
     opened.sock.close()
+
+
+def test_a_lost_first_packet_costs_no_second_of_the_kernels(
+    server: Server, deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is tried once more beside the attempt that has not connected."""
+    monkeypatch.setattr(dials, "STAGGER", 0.05)
+    before = descriptors()
+    places = [deaf, deaf, pair_of(server.address)]
+    real = probe.connecting
+
+    def open_socket(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
+        return real(family, places.pop(0))
+
+    clock = Clock()
+    address = Address("127.0.0.1", 1)
+    opened = dial([address], greet, clock.monotonic() + DEADLINE, clock, open_socket)
+    assert (opened.address, places) == (address, [])
+    opened.sock.close()
+    eventually(lambda: descriptors() == before)
+
+
+def test_an_address_that_is_tried_several_times_is_one_failure(
+    deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dials, "STAGGER", 0.05)
+    clock = Clock()
+    with pytest.raises(DialFailed) as caught:
+        dial([Address(*deaf)], greet, clock.monotonic() + 0.5, clock)
+    assert [failure.reason for failure in caught.value.failures] == ["unreachable"]
 
 
 def test_what_was_never_tried_does_not_hide_what_was(

@@ -16,6 +16,7 @@ import pytest
 import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import SessionLost, StoreUnreachable
+from rallypoint.host.probe import connecting, set_for_signs_of_life
 from rallypoint.store.client.member import Member
 from rallypoint.store.client.session import BYE_SECONDS
 from rallypoint.store.limits import ORPHAN
@@ -197,6 +198,39 @@ def test_a_call_that_waits_gives_the_signs_of_life(server: Server) -> None:
             member.wait("none", 1.8)
         assert member.left > 1.0
         assert member.statistics()["operations"].get("Ping", 0) <= 2
+
+
+def test_a_server_that_gives_no_answer_gets_three_signs_of_life_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TCP repeats them as long as they are few, and those of 500 nodes are no load for a server
+    that is late."""
+    monkeypatch.setattr("rallypoint.store.client.member.SIGNS", 200)
+    with ServerProcess() as server, joined(server.address, job="", ttl=4.0) as member:
+        server.stop()
+        before = member.statistics()["bytes_sent"]
+        with pytest.raises(rallypoint.StoreTimeout):
+            member.wait("none", 2.0)
+        sent = member.statistics()["bytes_sent"] - before
+        server.go_on()
+    assert sent < 500, "a hundred of them are more"
+
+
+def test_lost_messages_are_repeated_as_often_whatever_the_machine_is_set_to() -> None:
+    """BBR keeps the kernel from doing so; a listener hands its setting on."""
+
+    def control(sock: socket.socket) -> bytes:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        set_for_signs_of_life(listener)
+        with (
+            connecting(
+                socket.AF_INET, listener.getsockname(), set_options=set_for_signs_of_life
+            ) as caller,
+            listener.accept()[0] as accepted,
+        ):
+            assert control(caller) == control(accepted) == b"reno"
 
 
 # --- the place ---

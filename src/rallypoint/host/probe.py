@@ -22,6 +22,8 @@ from rallypoint.clock import Clock
 from rallypoint.host import process_status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rallypoint.host.firewall import Firewall
     from rallypoint.host.port_holder import PortHolder
 
@@ -196,18 +198,38 @@ class Looking:
         self.result = look(*self._asked)
 
 
+def set_for_small_messages(sock: socket.socket) -> None:
+    """Have TCP send a small message at once, and again every 0.2 s while it is lost: where a fifth
+    of all packets is lost, twice the time after each loss would soon be longer than a lease."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):  # no Linux
+        sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
+
+
+def set_for_signs_of_life(sock: socket.socket) -> None:
+    """Have TCP repeat a lost small message every 0.2 s also on a machine that is set to BBR: the
+    kernel never takes a connection with BBR for a thin one. What a listener accepts inherits it."""
+    set_for_small_messages(sock)
+    with contextlib.suppress(OSError):  # no Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
 def connecting(
-    family: socket.AddressFamily, sockaddr: tuple[object, ...], source: str = ""
+    family: socket.AddressFamily,
+    sockaddr: tuple[object, ...],
+    source: str = "",
+    set_options: Callable[[socket.socket], None] = set_for_small_messages,
 ) -> socket.socket:
     """Return a non-blocking stream socket that is on its way. `source`: from this address of this
-    machine. OSError when the kernel refuses at once."""
+    machine. `set_options`: called with a socket of TCP before it connects. OSError when the kernel
+    refuses at once."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         if source:
             sock.bind((source, 0))
         if family != socket.AF_UNIX:
-            set_for_small_messages(sock)
+            set_options(sock)
         error = sock.connect_ex(sockaddr if family != socket.AF_UNIX else str(sockaddr[0]))
         if error not in (0, errno.EINPROGRESS):
             raise OSError(error, os.strerror(error))
@@ -215,14 +237,6 @@ def connecting(
         sock.close()
         raise
     return sock
-
-
-def set_for_small_messages(sock: socket.socket) -> None:
-    """Have TCP send a small message at once, and again every 0.2 s while it is lost: where a fifth
-    of all packets is lost, twice the time after each loss would soon be longer than a lease."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):  # no Linux
-        sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
 
 
 def arrived(sock: socket.socket) -> None:

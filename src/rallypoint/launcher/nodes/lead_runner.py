@@ -24,7 +24,7 @@ from rallypoint.diagnosis.evidence import Look, LostNode
 from rallypoint.errors import RallypointError
 from rallypoint.host import ports
 from rallypoint.host.ports import HeldPort
-from rallypoint.host.probe import Looking
+from rallypoint.host.probe import Looking, set_for_signs_of_life
 from rallypoint.launcher.nodes import joining, lead, messages
 from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll, TellNodes
 from rallypoint.launcher.nodes.endpoint import Claim
@@ -133,8 +133,10 @@ class LeadRunner:
                 now=self._clock.monotonic(),
                 listens_on=self._wildcard,
             )
+            listener = socket.socket(fileno=claim.held.detach())
+            set_for_signs_of_life(listener)
             self._server = Server(
-                listeners=[socket.socket(fileno=claim.held.detach())],
+                listeners=[listener],
                 secret=settings.secret,
                 job=settings.name,
                 local=False,

@@ -33,6 +33,10 @@ STAGGER = 0.25
 """Seconds after which the next address is tried beside the one that has not answered: RFC 8305's
 recommendation. Less when there is not time enough: all are tried in the first half of it."""
 
+AGAIN = 3
+"""Times that every address is tried once more while none has connected: TCP repeats a lost SYN only
+after a second."""
+
 Reason = Literal[
     "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
     "tls-mismatch", "tls-intercepted", "session-lost", "store-full", "store-closed",
@@ -95,7 +99,8 @@ def dial(
     handler raises.
     """
     open_socket = open_socket or probe.connecting
-    waiting, failures = _places(addresses, deadline, clock)
+    places, failures = _places(addresses, deadline, clock)
+    waiting, again = list(places), AGAIN
     racing: dict[int, _Runner] = {}
     poll = select.poll()
     next_start = clock.monotonic()
@@ -118,7 +123,12 @@ def dial(
                     racing[runner.sock.fileno()] = runner
                     poll.register(runner.sock, runner.events)
                 continue
-            until = min(deadline, next_start) if waiting else deadline
+            lost_syn = again > 0 and not any(runner.connected for runner in racing.values())
+            if lost_syn and now >= next_start:
+                again -= 1
+                waiting = list(places)
+                continue
+            until = min(deadline, next_start) if waiting or lost_syn else deadline
             for fd, _ in poll.poll(max(0.0, until - now) * 1000):
                 runner = racing[fd]
                 try:
@@ -133,7 +143,11 @@ def dial(
                     del racing[fd]
                     return opened
                 poll.modify(fd, runner.events)
-        failures.extend(runner.too_late() for runner in racing.values())
+        late = {
+            runner.where: runner
+            for runner in sorted(racing.values(), key=lambda one: one.connected)
+        }
+        failures.extend(runner.too_late() for runner in late.values())
         if not failures:
             failures.extend(
                 Failure("unreachable", probe.described(*where), "not tried: the time was up")
@@ -167,7 +181,7 @@ class _Runner:
         self._cutter = Cutter(HELLO_BYTES, 0)
         self._out = b""
         self._first = b""  # what was said, as long as that is no frame
-        self._connected = False
+        self.connected = False
         self._forwarded = is_forwarded(address) or (
             family != socket.AF_UNIX
             and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1])), tls=address.tls))
@@ -178,9 +192,9 @@ class _Runner:
     def step(self) -> Opened | None:
         """Go on as far as it goes without waiting. Raises _Lost."""
         try:
-            if not self._connected:
+            if not self.connected:
                 probe.arrived(self.sock)
-                self._connected = True
+                self.connected = True
                 if self._address.tls and self.sock.family != socket.AF_UNIX:
                     # here: OpenSSL is slow to load
                     from rallypoint.store.client.encrypted_socket import EncryptedSocket
@@ -195,7 +209,7 @@ class _Runner:
             if of_a_handler(error):
                 raise
             raise _Lost(
-                self._foreign() or _failure(error, self.where, connected=self._connected)
+                self._foreign() or _failure(error, self.where, connected=self.connected)
             ) from error
         return None
 
@@ -211,7 +225,7 @@ class _Runner:
 
     def too_late(self) -> Failure:
         """Return what is known when the deadline has passed."""
-        if self._connected:
+        if self.connected:
             return self._foreign() or Failure(
                 "silent",
                 self.where,

@@ -80,6 +80,14 @@ keys) a segment is used once: each costs this process a descriptor."""
 DESCRIPTORS = 16
 """Descriptors that one read may deliver; the server sends one per frame."""
 
+UNANSWERED = 3
+"""Signs of life without an answer, after which none is sent: TCP keeps repeating those. With a
+fourth message on its way, it would double the time between two repetitions of a lost one."""
+
+SOONER = 4
+"""Shares of the interval after which a sign of life follows one without an answer: its arrival
+tells TCP at once that the one before was lost."""
+
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 
 
@@ -107,7 +115,7 @@ class Connection:
 
     __slots__ = (
         "_closing", "_cutter", "_descriptors", "_free", "_lent", "_now", "_numbered", "_on_sign", "_pings", "_poll", "_ready", "_recv",
-        "_recvmsg", "_round", "_send", "_traffic", "closed", "heard", "local", "moved", "shared", "sock", "where",
+        "_recvmsg", "_round", "_send", "_signed", "_traffic", "closed", "heard", "local", "moved", "shared", "sock", "where",
     )  # fmt: skip
 
     def __init__(
@@ -155,6 +163,7 @@ class Connection:
             tuple[int, memory.Segment, int]
         ] = []  # number, segment, and the round in which it came back
         self._numbered = 0
+        self._signed = 0.0
         self._round = 0
 
     def __repr__(self) -> str:
@@ -337,7 +346,7 @@ class Connection:
         While it waits it gives a sign of life every `interval` seconds, and takes the connection
         for broken after `silence` seconds in which nothing came.
         """
-        now = self.heard = self._now()
+        now = self.heard = self._signed = self._now()
         lends = LENDS[TAGS[call.kind]]
         while True:
             while self._ready:
@@ -345,7 +354,11 @@ class Connection:
                 if reply.seq == call.seq:
                     return reply, body
                 self._notice(reply)
-            if self._poll(max(0.0, min(deadline - now, interval)) * 1000.0):
+            if len(self._pings) < UNANSWERED:
+                due = self._signed + interval / (SOONER if self._pings else 1)
+            else:
+                due = now + interval
+            if self._poll(max(0.0, min(deadline, due) - now) * 1000.0):
                 self._read(deadline, call.patience, silence, lends=lends)
                 now = self.heard
             else:
@@ -368,6 +381,9 @@ class Connection:
             raise TooLate
         if now - self.heard >= silence:
             raise ConnectionBroken(f"no sign of life from the server for {now - self.heard:.1f} s")
+        if len(self._pings) >= UNANSWERED:
+            return now
+        self._signed = now
         self._pings.append(now)
         try:
             self._send_all([_PING], now)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
-from rallypoint.host.probe import connecting
+from rallypoint.host.probe import connecting, set_for_signs_of_life
 from rallypoint.store.address import Address
 from rallypoint.store.client.client import Client
 from rallypoint.store.client.session import Options, Session
@@ -68,7 +68,8 @@ class Member(Client):
             others=tuple(others),
         )
         key = checked_secret(secret)
-        joined = cls(options, key, partial(connecting, source=source) if source else None)
+        opened = partial(connecting, source=source, set_options=set_for_signs_of_life)
+        joined = cls(options, key, opened)
         joined._session.timeout = max(timeout, patience)
         return joined
 
