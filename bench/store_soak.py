@@ -360,7 +360,7 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
     outcome = Outcome("Unix socket, shared memory" if local else "TCP")
     with written(outcome, folder), ServerProcess(folder) as server:
         with server.connect() as here:
-            connection = here._session.connection
+            connection = here._session.slots.connection
             path = connection.where if local and connection else ""
         target, listen = (
             (f"unix://{path}", f"unix://{folder.resolve()}/proxy")

@@ -176,17 +176,17 @@ def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
     under_way = []
     for client in clients:
         session = client.store._session
-        ticket = session._take()
+        ticket = session.slots.take()
         slot = ticket.slot
         now = time.monotonic()
-        call = slot.begin(Arrive, (name, size, TIMEOUT), now, now + TIMEOUT)
+        (call,) = slot.begin([(Arrive, (name, size, TIMEOUT))], now, now + TIMEOUT)
         connection = slot.connection or session._connect(slot, call.deadline)
         connection.send(b"", [call])
         under_way.append((session, ticket, connection, call))
     for session, ticket, connection, call in under_way:
         reply, _ = connection.receive(call, call.deadline, session.keep_alive.interval, session.ttl)
         assert isinstance(reply, Integer), reply
-        session._put_back(ticket)
+        session.slots.put_back(ticket)
 
 
 def repeat(

@@ -113,12 +113,12 @@ def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(
     comes_back = threading.Event()
     asked: list[str] = []
 
-    def read(path: str) -> str:
+    def read(path: str, most: int) -> str:
         asked.append(path)
         comes_back.wait(30.0)
         return path
 
-    monkeypatch.setattr(evidence_gatherer, "_read_error_file", read)
+    monkeypatch.setattr(evidence_gatherer, "text_of", read)
     writer = DiskWriter()
     told = EvidenceGatherer(plan(nproc=1), Clock(), "", writer, cast(Console, None))
     ranks: list[Any] = [SimpleNamespace(error_file=path) for path in ("first", "", "second")]
