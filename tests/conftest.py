@@ -116,6 +116,18 @@ def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A test that imports torch._dynamo in this process, as many of torch's parts do, would leave
+    TORCHINDUCTOR_CACHE_DIR to the jobs of every later test.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start jobs whose programs need no torch without importing it; see `without_torch/torch`."""
