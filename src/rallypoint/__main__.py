@@ -12,9 +12,8 @@ import sys
 
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-gc.set_threshold(
-    20_000
-)  # what imports make stays: to look for garbage in it is a tenth of the start
+# What imports make stays: to look for garbage in it is a tenth of the start.
+gc.set_threshold(20_000)
 
 
 def main() -> int:

@@ -137,7 +137,8 @@ def dial(
                     failures.append(lost.failure)
                     poll.unregister(fd)
                     racing.pop(fd).sock.close()
-                    next_start = now
+                    if waiting:
+                        next_start = now
                     continue
                 if opened is not None:
                     del racing[fd]

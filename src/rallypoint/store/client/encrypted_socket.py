@@ -43,7 +43,7 @@ class EncryptedSocket(socket.socket):
 
     @property
     def holds(self) -> bool:
-        """Whether there may be something to read that the network has delivered before."""
+        """True if there may be something to read that the network has delivered before."""
         return bool(self._incoming.pending or self._tls.pending())
 
     # --- out
