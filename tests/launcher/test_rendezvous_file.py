@@ -4,6 +4,7 @@ many that start at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -253,6 +255,23 @@ for path in ({folder!r} + "/job", {folder!r}):
             f"the meeting place {folder} may not be written by this user",
         ]
         look(folder)
+
+
+def test_a_place_that_another_job_is_just_making_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, real = str(tmp_path / "job"), os.stat
+
+    def made_after_a_look(path: Any, **named: Any) -> os.stat_result:
+        try:
+            return real(path, **named)
+        finally:
+            if path == place:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(place)
+
+    monkeypatch.setattr(os, "stat", made_after_a_look)
+    look(place)
 
 
 RACER = """

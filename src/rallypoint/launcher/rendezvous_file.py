@@ -21,6 +21,7 @@ import re
 import secrets
 import signal
 import socket
+import stat
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
@@ -184,15 +185,19 @@ def look(folder: str) -> None:
     """Refuse a place that cannot be made, before anything is started."""
     above = os.path.dirname(folder) or "/"
     place, name = above, f"the folder {above}, in which the meeting place is to be made,"
-    if os.path.isdir(folder):
+    try:  # one look: another job may just be making the folder
+        is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+    except OSError:
+        is_folder = None
+    if is_folder:
         place, name = folder, f"the meeting place {folder}"
-    elif os.path.lexists(folder):
+    elif is_folder is not None or os.path.islink(folder):
         raise _refused(
             f"the meeting place {folder} is a file, and not one that a launcher made",
             'init_method="file:///..." of torch leaves such files; --rdzv-endpoint makes a folder',
             ("name one that is not there yet", f"--rdzv-endpoint file://{folder}-place"),
         )
-    if not os.path.isdir(place):
+    if not is_folder and not os.path.isdir(place):
         raise _refused(
             f"{name} does not exist",
             "on a machine where it should be there, its file system is not mounted",
