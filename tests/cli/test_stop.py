@@ -134,6 +134,26 @@ def test_a_job_whose_run_folder_was_removed_is_named(
     assert jobs[0].end() == 143
 
 
+def test_a_job_that_nobody_named_is_not_disturbed(
+    state: Path,
+    program: Path,
+    jobs: list[Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which jobs have no run folder was asked of every launcher, and it asked its ranks by a signal:
+    a rank that torch had connecting wrote 60 lines of an interrupted system call.
+    """
+    jobs.append(Job(str(program)))
+    folder = state / os.readlink(state / "latest")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    assert cli.main(["stacks", "no-such-job"]) == 2
+    jobs[0].process.terminate()
+    assert jobs[0].end() == 143
+    asked = [line for line in (folder / "events.jsonl").read_text().splitlines() if "asks" in line]
+    assert asked == []
+
+
 def test_a_second_one_kills(
     state: Path, program: Path, jobs: list[Job], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,7 @@ def _refuse_without_folder(word: str) -> None:
         with contextlib.suppress(
             query_socket.DoorClosed, query_socket.LauncherSilent, query_socket.OtherVersion
         ):
-            found = query_socket.ask(path)
+            found = query_socket.ask_name(path)
             if name in found.job and not os.path.isdir(found.run_dir):
                 raise _unanswered(
                     f"job {found.job} runs, and its run folder is gone: removed, or never made",

@@ -28,7 +28,8 @@ VISIT_DEADLINE = 5.0
 ROOM = 16
 QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
 STOP = b"rallypoint stop 1\n"
-Asked = Literal["stacks", "stop", ""]
+NAME = b"rallypoint name 1\n"
+Asked = Literal["stacks", "stop", "name", ""]
 """Wish of a visitor; "" when it has no answer here, or the visitor has gone."""
 
 _Answer = TypeVar("_Answer")
@@ -78,6 +79,13 @@ def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
     `timeout` seconds, `OtherVersion`.
     """
     with _asking(path, QUESTION, Standing, timeout) as (found, _):
+        return found
+
+
+def ask_name(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
+    """Ask which job is behind this socket. Its ranks are not asked, and not in the answer. Raises as
+    `ask` does."""
+    with _asking(path, NAME, Standing, timeout) as (found, _):
         return found
 
 
@@ -172,8 +180,9 @@ class QuerySocket:
             return None
         except OSError:
             return ""
-        if said in (QUESTION, STOP):
-            return "stacks" if said == QUESTION else "stop"
+        questions: dict[bytes, Asked] = {QUESTION: "stacks", STOP: "stop", NAME: "name"}
+        if said in questions:
+            return questions[said]
         if said:
             with contextlib.suppress(OSError):
                 visitor.send(b"?")
