@@ -125,6 +125,28 @@ def test_close_closes_once() -> None:
     assert not pool.dropped
 
 
+def test_a_close_that_a_signal_handler_interrupts_closes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python runs a signal handler when `os.close` has returned: the descriptor is closed, and the
+    next statement may never run. A second close would meet what another thread has opened."""
+    segment = Segment(create(100), 100, 100)
+    close = os.close
+
+    def interrupted(fd: int) -> None:
+        close(fd)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        segment.close()
+    monkeypatch.undo()
+    others = os.open(os.devnull, os.O_RDONLY)
+    segment.close()
+    del segment
+    os.close(others)
+
+
 @pytest.mark.parametrize(
     "size", [1, 65536, 65537, MIB, MIB + 1, 7_000_000, 64 * MIB + 100, 3 * 1024 * MIB]
 )

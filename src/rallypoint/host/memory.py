@@ -82,10 +82,11 @@ class Segment:
         self._free = None
 
     def close(self) -> None:
-        """Close the descriptor now, whoever still has this object. May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the descriptor now, whoever still has this object. May be called twice, also when a
+        signal handler raised in the first call."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         if (
