@@ -28,6 +28,18 @@ def script(folder: Path, text: str, *, preamble: str = "") -> str:
     return done.stdout
 
 
+def test_developers_mode_hears_nothing_of_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector found the launcher's socket at its end, and told the user of it."""
+    monkeypatch.setenv("PYTHONDEVMODE", "1")
+    program = tmp_path / "program.py"
+    program.write_text("import rallypoint\nprint(rallypoint.launch(int))\n")
+    # To the end of all that have its stderr, the launcher included.
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0]\n", "")
+
+
 def test_timeout_holds_over_restarts(tmp_path: Path) -> None:
     said = script(
         tmp_path,

@@ -52,7 +52,8 @@ def main(line_fd: int, caller_pid: int) -> None:
     template = spawn.start_template({**os.environ, **ours}, imports=True)
     from rallypoint.launcher.launch import standby  # while the template imports torch
 
-    standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))
+    with line:
+        standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))
 
 
 def _outlive_notices() -> None:
