@@ -33,6 +33,10 @@ _FOREIGN = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|RALLYPOINT_.*|TORCHELASTIC_.*|PET_.*|OMP_NUM_THREADS"
     r"|OPENBLAS_NUM_THREADS|PYTHONUNBUFFERED|PYTHONBREAKPOINT|COLUMNS|NO_COLOR|FORCE_COLOR|CUDA_VISIBLE_DEVICES|RES_OPTIONS|SLURM_.*|PYTEST_.*"
 )
+# How long the import of torch takes the machine decides, and whether torch is built for CUDA.
+SLOW_TORCH = re.compile(
+    r"^rallypoint: the template has been importing torch for 10 s; .*\n", re.MULTILINE
+)
 _PREFIX = re.compile(r"\[(\d+)\] ?(.*)")
 _VALUE = re.compile(r"\[[a-z]*(\d+)\]:? ?(\{.*\})")  # torchrun's prefix has the role, too
 
@@ -204,7 +208,7 @@ def run_job(
     result = Result(
         process.returncode,
         out.decode(errors=errors),
-        err.decode(errors=errors),
+        SLOW_TORCH.sub("", err.decode(errors=errors)),
         time.monotonic() - began,
         state,
     )

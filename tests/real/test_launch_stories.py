@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from .job import SLOW_TORCH
+
 pytestmark = pytest.mark.torch
 
 STORIES = sorted((Path(__file__).parent / "launch_stories").glob("*.txt"))
@@ -27,6 +29,7 @@ sys.excepthook = lambda kind, error, tb: traceback.print_exception(error)  # the
 """
 
 _LEFT_OUT = (
+    (SLOW_TORCH, ""),
     (re.compile(r"^[ |]*[~^]+\n", re.MULTILINE), ""),
     (
         re.compile(r"[ ]+$", re.MULTILINE),
