@@ -13,12 +13,15 @@ from collections.abc import Iterator
 
 import pytest
 
+import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.host import probe
 from rallypoint.store.address import Address
 from rallypoint.store.client import connect as dials
+from rallypoint.store.client import reconnect
 from rallypoint.store.client.connect import DialFailed, dial
 from rallypoint.store.server.server import Server
+from rallypoint.testing import ChaosProxy
 from rallypoint.wire.handshake import Joining
 from rallypoint.wire.messages import Identity
 
@@ -255,3 +258,15 @@ def test_what_was_opened_is_closed_when_a_handler_raises(
 
 def _interrupt() -> None:
     raise Interruption
+
+
+def test_a_server_that_is_late_gets_more_time_with_each_attempt(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is given up and made again is work done twice, for a server that is late
+    because there is too much of it."""
+    monkeypatch.setattr(reconnect, "ATTEMPT_SECONDS", 0.2)
+    with ChaosProxy(server.address) as proxy:
+        proxy.latency(0.15)  # two round trips take 0.6 s at least
+        with rallypoint.connect(proxy.address, secret=SECRET, timeout=DEADLINE) as store:
+            assert store.add("n") == 1

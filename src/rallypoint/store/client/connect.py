@@ -91,9 +91,12 @@ def dial(
     deadline: float,
     clock: Clock,
     open_socket: OpenSocket | None = None,
+    *,
+    connected_until: float = 0.0,
 ) -> Opened:
-    """Open a conversation before `deadline` (of `clock.monotonic`) at one of the addresses.
-    `greet` makes the client's side, anew for each connection.
+    """Open a conversation before `deadline` (of `clock.monotonic`) at one of the addresses, or
+    before `connected_until` where a connection has been made. `greet` makes the client's side, anew
+    for each connection.
 
     Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal
     handler raises.
@@ -108,7 +111,9 @@ def dial(
     try:
         while waiting or racing:
             now = clock.monotonic()
-            if now >= deadline:
+            connected = any(runner.connected for runner in racing.values())
+            end = max(deadline, connected_until) if connected else deadline
+            if now >= end:
                 break
             if waiting and (now >= next_start or not racing):
                 address, (family, sockaddr) = waiting.pop(0)
@@ -123,12 +128,12 @@ def dial(
                     racing[runner.sock.fileno()] = runner
                     poll.register(runner.sock, runner.events)
                 continue
-            lost_syn = again > 0 and not any(runner.connected for runner in racing.values())
+            lost_syn = again > 0 and not connected
             if lost_syn and now >= next_start:
                 again -= 1
                 waiting = list(places)
                 continue
-            until = min(deadline, next_start) if waiting or lost_syn else deadline
+            until = min(end, next_start) if waiting or lost_syn else end
             for fd, _ in poll.poll(max(0.0, until - now) * 1000):
                 runner = racing[fd]
                 try:

@@ -22,6 +22,11 @@ ATTEMPT_SECONDS = 3.0
 its patience.
 """
 
+DOUBLINGS = 3
+"""Times that the limit of an attempt that has connected is doubled, once for each failure before. A
+server that a thousand clients reach at once is late; a connection that is given up and made again
+has its handshake done twice, and with TLS that is most of the server's work."""
+
 LAST_SECONDS = 0.25
 """A first connection is not tried again with less time than this: a round trip round the world. Cut
 short, the attempt would look as if packets were dropped, and hide what the others have found."""
@@ -90,12 +95,12 @@ class Reach:
             return min(self._due, deadline) - now
 
     def open(self, greet: Greet, resume: bool, deadline: float) -> Opened:
-        """Try once, until `deadline` or for ATTEMPT_SECONDS. Raises DialFailed, and sets when the
-        next attempt is due.
+        """Try once, until `deadline` or for ATTEMPT_SECONDS, longer if it has connected. Raises
+        DialFailed, and sets when the next attempt is due.
         """
         now = self._clock.monotonic()
         try:
-            opened = self._dial(greet, resume, min(deadline, now + ATTEMPT_SECONDS))
+            opened = self._dial(greet, resume, now, deadline)
         except DialFailed as failed:
             with self._mutex:
                 if not self._failures:
@@ -126,7 +131,9 @@ class Reach:
         """True if an attempt has failed since `forget`."""
         return bool(self._failures)
 
-    def _dial(self, greet: Greet, resume: bool, deadline: float) -> Opened:
+    def _dial(self, greet: Greet, resume: bool, now: float, deadline: float) -> Opened:
+        latest = min(deadline, now + ATTEMPT_SECONDS * 2.0 ** min(self._attempts, DOUBLINGS))
+        deadline = min(deadline, now + ATTEMPT_SECONDS)
         if self.local_allowed and (known := _known.get(self.address)):
             try:
                 return self._dial_local(known, greet, resume, deadline)
@@ -135,7 +142,12 @@ class Reach:
                 if failed.told.refusal is not None or self._clock.monotonic() >= deadline:
                     raise
         opened = dial(
-            self._addresses, lambda: greet(resume), deadline, self._clock, self._open_socket
+            self._addresses,
+            lambda: greet(resume),
+            deadline,
+            self._clock,
+            self._open_socket,
+            connected_until=latest,
         )
         others = [address for address in self._addresses if address != opened.address]
         self._addresses = (opened.address, *others)
@@ -143,7 +155,7 @@ class Reach:
         if not path or self.address.path or not self.local_allowed or not os.path.exists(path):
             return opened
         try:
-            closer = self._dial_local(path, greet, True, deadline)
+            closer = self._dial_local(path, greet, True, latest)
         except DialFailed as failed:
             # A server that is only busy may be asked again after the next reconnect. Otherwise the
             # path is another's: a container with the same /tmp and another network.

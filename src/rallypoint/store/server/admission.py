@@ -21,10 +21,10 @@ STRANGERS = 4096
 start at once on a crowded machine, each between its hello and its proof; each takes a descriptor
 and some 2 kB."""
 
-GREETING = 5.0
-"""Seconds from the connection to its proof: two round trips. A machine that needs longer is not
-going to keep its session either.
-"""
+GREETING = 30.0
+"""Seconds from the connection to its proof: two round trips, and, where a thousand clients come at
+once, the handshakes of those before it. Longer than any attempt of a client's, so that no work for
+one that still waits is thrown away."""
 
 QUIET = 60.0
 """Seconds during which the same source is not complained about again: a scanner or a health check
