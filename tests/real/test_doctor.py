@@ -454,7 +454,7 @@ def two_machines() -> Iterator[tuple[list[str], list[str]]]:
             one.communicate()
 
 
-@pytest.mark.root
+@pytest.mark.nodes
 def test_a_firewall_and_packets_that_are_too_large(secret_file: Path) -> None:
     """What drops: first all new connections to the caller, then everything above 1000 bytes."""
     table = "nft add table inet t; nft add chain inet t in '{ type filter hook input priority 0; }'"
