@@ -32,6 +32,7 @@ HALVES = (
     "seventh",
     "eighth",
     "ninth",
+    "tenth",
     "developed",
 )
 

@@ -19,6 +19,7 @@ NAMES = {
     "seventh": "seventh set, made up, mended after its first reading",
     "eighth": "eighth set, excerpts, mended after its first reading",
     "ninth": "ninth set, excerpts, mended after its first reading",
+    "tenth": "tenth set, excerpts, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

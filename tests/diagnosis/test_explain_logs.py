@@ -729,6 +729,37 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
         ("RuntimeError: Stop_waiting response is expected", "cause-unknown"),
         ("ray.exceptions.LocalRayletDiedError: the raylet died", "cause-unknown"),
         ("n1:7:9 [0] NCCL WARN Failed to open libibverbs.so[.1]", "cause-unknown"),
+        ("^C[mpiexec@n1] Sending Ctrl-C to processes as requested", "interrupted"),
+        ("srun: sending Ctrl-C to StepId=7.0", "interrupted"),
+        ("The user-provided time limit for job execution has been reached:", "interrupted"),
+        ("Job exceeded its walltime limit. Job was aborted", "interrupted"),
+        ("Job exceeded its cpu time limit. Job was aborted", "interrupted"),
+        ("MOAB_INFO:  job exceeded wallclock limit", "interrupted"),
+        (
+            "Job exceeded a memory resource limit (vmem, pvmem, etc.). Job was aborted",
+            "rank-out-of-memory",
+        ),
+        (
+            "Memory on the node (IP: 10.0.0.1, ID: 1f) where the lease (lease ID: 01, name=x, pid=7, mem",
+            "rank-out-of-memory",
+        ),
+        ("Memory on the node (IP: 10.0.0.1) was 95.1GB / 100.0GB (0.951)", "rank-out-of-memory"),
+        (
+            "[2026-08-05 07:11:08,188 E 3 3] logging.cc:501: *** SIGSEGV received at time=17 on cpu 1 ***",
+            "rank-crashed",
+        ),
+        ("[12-16 14:27:10] Exit code: -9", "rank-killed"),
+        ("ExitCode 137", "rank-killed"),
+        (
+            "sagemaker.exceptions.UnexpectedStatusException: Error for Training job x: Failed. Reason: AlgorithmError: Exit Code: 139",
+            "rank-crashed",
+        ),
+        ("ExecuteUserScriptError: ", "cause-unknown"),
+        ("Exception: expected value at line 1 column 1", "rank-raised"),
+        (
+            "Too many open files. Communication with the workers is no longer possible. Please increase",
+            "files-exhausted",
+        ),
     ],
 )
 def test_words_of_vendors(line: str, code: str) -> None:
@@ -744,6 +775,8 @@ def test_words_of_vendors(line: str, code: str) -> None:
         "memory pressure is 0.1, killed 0 Workers (tasks / actors)",
         "step 3 | out of memory retries 0",
         "HTTP 200 https://example.org/ ok",
+        "ExitCode 0",
+        "Exit code: 0",
         "> a quotation with **bold: words**",
         "    | epoch 3 | loss 0.1",
         "n1:7:9 [0] NCCL INFO NET/Plugin: Failed to find ncclNetPlugin_v9 symbol.",
@@ -753,6 +786,17 @@ def test_lines_of_jobs_that_are_well(line: str) -> None:
     report = _told(f"{line}\nepoch 4\n")[0]
     assert (report.code, report.confidence) == ("cause-unknown", "certain"), report.headline
     assert "speaks of a failure" not in report.headline
+
+
+def test_an_exception_that_is_the_whole_log_and_indented() -> None:
+    report = _told("    RuntimeError: shape mismatch: [7, 256]\n")[0]
+    assert (report.code, report.headline[-8:]) == ("rank-raised", "[7, 256]")
+
+
+def test_a_level_below_frames_is_no_exception() -> None:
+    """Below the frames of a traceback that was cut, vLLM's next line began with its level alone."""
+    log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    run()\nERROR\n'
+    assert _told(log)[0].code == "cause-unknown"
 
 
 def test_a_traceback_that_is_cut_after_the_line_that_raises() -> None:

@@ -186,7 +186,8 @@ def recognised(line: str) -> bool:
     """Tell whether a line that has not the form of an exception names a cause."""
     if len(line) > schedulers.LONGEST or schedulers.NO_FAILURE.search(line):
         return False
-    return names_cause(line) or bool(says("ssh-unresolved", line) or _symbol_in(line))
+    known = says("ssh-unresolved", line) or _symbol_in(line) or torch.LOADERS_FILES in line
+    return names_cause(line) or bool(known)
 
 
 def says_why(error: Raised) -> bool:

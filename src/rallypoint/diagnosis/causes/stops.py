@@ -163,10 +163,12 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
 
 MOST_SPOKEN = 4  # lines in words that are not known that a report shows
 _MORE_TIME = {
-    "PBS": "#PBS -l walltime=48:00:00",
-    "LSF": "#BSUB -W 48:00",
-    "Slurm": "#SBATCH --time=2-00:00:00",
+    "exceeded": ("PBS", "#PBS -l walltime=48:00:00"),
+    "LSF": ("LSF", "#BSUB -W 48:00"),
+    "user-provided": ("mpirun", "mpirun --timeout 172800"),
+    "": ("Slurm", "#SBATCH --time=2-00:00:00"),
 }
+"""Schedulers, by a word of what they say at a job's time limit, and how to ask them for more time."""
 _ALL_LOGS = "rallypoint explain logs/*.log"
 _UNKNOWN_WORDS = "these words name no cause that is known here"
 
@@ -177,9 +179,9 @@ def interrupted_in_log(stop: Sighting) -> Report:
     helps = []
     what = "the job was stopped by Ctrl-C"
     if by == "TIME LIMIT":
-        scheduler = next((name for name in _MORE_TIME if name in stop.text), "Slurm")
-        what = f"{scheduler} stopped the job: its time was over"
-        helps = [Help("ask for more time", _MORE_TIME[scheduler])]
+        word = next(word for word in _MORE_TIME if word in stop.text)
+        what = f"{_MORE_TIME[word][0]} stopped the job: its time was over"
+        helps = [Help("ask for more time", _MORE_TIME[word][1])]
     elif by:
         what = f"Slurm stopped the job: {by.lower()}"
     elif "CANCELLED AT" in stop.text:

@@ -145,7 +145,12 @@ _LINES = (
         "the kubelet",
     ),
     _line("TERM_MEMLIMIT", r"^TERM_MEMLIMIT: job killed", Sign.KILLED_FOR_MEMORY, "LSF"),
-    _line("PBS: ", r"^=>> PBS: job killed: \w*mem \S+ exceed", Sign.KILLED_FOR_MEMORY, "PBS"),
+    _line(
+        " exceed",
+        r"^(?:=>> PBS: job killed: \w*mem \S+ exceed|Job exceeded a memory resource limit)",
+        Sign.KILLED_FOR_MEMORY,
+        "PBS",
+    ),
     _line(
         "ut of memory",
         r"Out of memory: Kill(?:ed)? process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process \d+",
@@ -153,8 +158,9 @@ _LINES = (
         "the kernel",
     ),
     _line(
-        "Ray killed this worker",
-        r"exceeds the memory usage threshold.{0,40} Ray killed this worker",
+        "emory ",
+        r"exceeds the memory usage threshold.{0,40} Ray killed this worker"
+        r"|Memory on the node \(IP: [^)]{1,120}\) (?:where|was) ",
         Sign.KILLED_FOR_MEMORY,
         "Ray",
     ),
@@ -221,15 +227,30 @@ _LINES = (
     _line(
         "exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True
     ),
+    # Python's number of a signal
+    _line("Exit code: -", r"(?:^|\] )Exit code: (?P<code>-[1-9]\d?)$", by="SGLang", first=True),
     _line(
-        "walltime",
-        r"^=>> PBS: job killed: walltime \d+ exceeded limit",
+        "xit",
+        r"(?:^ExitCode|AlgorithmError: Exit Code:) (?P<code>[1-9]\d*)$",
+        by="SageMaker",
+        first=True,
+    ),
+    _line(
+        " exceeded ",  # the second and the third by mail
+        r"^(?:=>> PBS: job killed: walltime \d+ exceeded limit|Job exceeded its (?:walltime|cpu time) limit\."
+        r"|MOAB_INFO: +job exceeded wallclock limit)",
         Sign.INTERRUPTED,
         "TIME LIMIT",
     ),
     _line(
         "RUNLIMIT",
         r"^TERM_RUNLIMIT: job killed after reaching LSF run time limit",
+        Sign.INTERRUPTED,
+        "TIME LIMIT",
+    ),
+    _line(
+        "time limit for job execution",  # mpirun --timeout
+        r"^ *The user-provided time limit for job execution has been",
         Sign.INTERRUPTED,
         "TIME LIMIT",
     ),
@@ -246,7 +267,7 @@ _LINES = (
     ),
     _line(
         "*** SIG",
-        r"^\*\*\* (?P<name>SIG\w+) (?:.* )?received (?:by PID (?P<pid>\d+)|at time=)",
+        r"(?:^|\blogging\.cc:\d+: )\*\*\* (?P<name>SIG\w+) (?:.* )?received (?:by PID (?P<pid>\d+)|at time=)",
         by="the process itself",
         first=True,
     ),
@@ -263,8 +284,10 @@ _LINES = (
         for word in ("(): ", "corrupt", "stack smashing")
     ),
     _line(
-        "control-C",
-        r"^forrtl: error \(200\): program aborting due to control-C event",
+        "-C ",
+        r"^forrtl: error \(200\): program aborting due to control-C event"
+        # MPICH and Intel MPI, Slurm
+        r"|Sending Ctrl-C to processes as requested|^srun: sending Ctrl-C to ",
         Sign.INTERRUPTED,
     ),
     _line(
@@ -392,7 +415,7 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
 
 
 _EXCEPTION = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): ?(?P<message>.+)$"
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|Exception)): ?(?P<message>.+)$"
 )
 _RESTARTS = re.compile(
     r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)"
@@ -535,7 +558,8 @@ def speaking(text: str, speaker: Speaker) -> Speaker:
 
 
 _WRAPPERS = re.compile(
-    r"(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException)$"
+    r"(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
+    r"|UnexpectedStatusException|ExecuteUserScriptError)$"  # SageMaker
 )
 
 

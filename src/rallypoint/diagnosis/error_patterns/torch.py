@@ -25,7 +25,7 @@ CAUSES = {
         r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS)\b.{0,20}\bout of memory|CUBLAS_STATUS_ALLOC_FAILED"
         r"|_ERROR_OUT_OF_(DEVICE_)?MEMORY"  # of the drivers of CUDA and oneAPI
         r"|^OutOfMemoryError +Traceback"  # a notebook
-        r"|Cuda failure (\d+ )?'out of memory'|cuda runtime error \(2\)"
+        r"|Cuda failure (\d+ |\S{1,80} )?'out of memory'|cuda runtime error \(2\)"
         # vLLM and SGLang, of the memory for the cache of keys and values
         r"|is less than desired GPU memory utilization|No available memory for the cache blocks"
         r"|larger than the available KV cache memory|Not enough memory\. Please try to increase --mem-",
@@ -67,7 +67,7 @@ CAUSES = {
     "cuda-init-failed": re.compile(
         r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed"
         r"|driver version is insufficient"
-        r"|CUDA error: (initialization error|system not yet initialized"
+        r"|CUDA (error: |failure \S{1,80} ')(initialization error|system not yet initialized"
         r"|system has unsupported display driver|unknown error)"
         r"|cuda runtime error \((3|30)\)"  # before torch 1.5
         r"|Unexpected error from cudaGetDeviceCount"
@@ -119,6 +119,9 @@ SYMBOL = re.compile(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
 
 LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
 """All that torch says when a worker of a DataLoader has ended and not by a signal."""
+
+LOADERS_FILES = "Too many open files. Communication with the workers is no longer possible."
+"""Words of a DataLoader that gets no more descriptors from its workers."""
 
 PRODUCER_GONE = re.compile(
     r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory"

@@ -100,7 +100,7 @@ def _path(file: str) -> str:
 
 def headless(text: str) -> bool:
     """Tell whether a line is a frame of a traceback whose first lines were not pasted."""
-    return _FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 2
+    return _FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 4
 
 
 class Block:
@@ -205,8 +205,8 @@ class Traceback(Block):
             )
         ):
             self._end(typed["type"], typed["message"] or "", number)
-        elif typed and self._frames and name[:1].isupper():
-            # "Epoch: 3" of another rank looks like one, too.
+        elif typed and self._frames and name[:1].isupper() and not name.isupper():
+            # "Epoch: 3" of another rank looks like one, too; a level ("ERROR") is none.
             self._doubtful = (typed["type"], typed["message"] or "", number)
         elif classify.recognised(body):
             self._end("", body, number)

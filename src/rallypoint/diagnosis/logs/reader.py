@@ -181,7 +181,8 @@ class Reader:
             self._begin(speaker, kind(number, text))
         elif self._first_lines > 0 and headless(text) and speaker.name not in self._open:
             traceback = Traceback(number, HEADER, headless=True)
-            traceback.take(number, "  " + text.lstrip())
+            # A page may drop the indentation, and torchrun's table indents by two more.
+            traceback.take(number, max(text, "  " + text.lstrip(), key=len))
             self._begin(speaker, traceback)
         elif (told := schedulers.told_by(text)) is not None:
             self._told(Place(self._log, number, number), speaker, text, told)
@@ -239,7 +240,8 @@ class Reader:
         """Open what a line begins that has the form of an exception's last, or tells a cause. A
         program that does not compile has no traceback, but its place before that.
         """
-        named = schedulers.exception(text)
+        # A log may be one exception, and be indented as a whole.
+        named = schedulers.exception(text.lstrip() if number == 1 else text)
         if named is None:
             ends = text.endswith(" is killed by signal:")
             known = ends or classify.recognised(text) or classify.came_short(text) is not None
