@@ -128,8 +128,23 @@ def _environment_as_before() -> Iterator[None]:
     os.environ.update(before)
 
 
+def _torch_from(folder: str, patch: pytest.MonkeyPatch) -> None:
+    folders = [str(Path(__file__).parent / folder), os.environ.get("PYTHONPATH", "")]
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+
+
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start jobs whose programs need no torch without importing it; see `without_torch/torch`."""
-    folders = [str(Path(__file__).parent / "without_torch"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+    _torch_from("without_torch", monkeypatch)
+
+
+@pytest.fixture
+def torch_for_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start jobs whose programs need process groups and plain tensors with less of torch; see
+    `torch_for_groups/torch`. Tests of such a file may need none of torch, or the whole of it.
+    """
+    if "without_torch" not in request.fixturenames and not request.node.get_closest_marker(
+        "whole_torch"
+    ):
+        _torch_from("torch_for_groups", monkeypatch)

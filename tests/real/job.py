@@ -122,17 +122,12 @@ def processes(marker: str) -> list[str]:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-            words = (
-                Path(f"/proc/{pid}/cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-            )
+            if entry not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
         except OSError:
             continue
-        if entry in environ.split(b"\0"):
-            found.append(f"{pid} {words[:150]}")
+        found.append(f"{pid} {words.decode(errors='replace')[:150]}")
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import Run, Write
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
 
 MEETS = """
 import os

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Run
+from .test_local_sgd import PRELOAD
 from .test_scripts_of_others import EXAMPLES, needs
 
 DEADLINE = 100.0  # seconds
@@ -33,7 +34,7 @@ def test_counting_together() -> None:
 @pytest.mark.torch
 @needs("sklearn")
 def test_one_list_of_settings_for_all_ranks(run: Run) -> None:
-    result = run("-n", "2", "--preload", "sklearn.datasets", EXAMPLES / "store_search.py")
+    result = run("-n", "2", *PRELOAD, EXAMPLES / "store_search.py")
     assert result.rc == 0, result.everything
     told = result.of(0)
     assert len(told) == 11, result.everything
@@ -50,7 +51,7 @@ def test_one_list_of_settings_for_all_ranks(run: Run) -> None:
 @needs("sklearn")
 def test_a_tester_beside_the_trainer(run: Run) -> None:
     """Every version arrives, in order, as a state_dict that loads; the model gets better."""
-    result = run("-n", "2", "--preload", "sklearn.datasets", EXAMPLES / "store_evaluator.py")
+    result = run("-n", "2", *PRELOAD, EXAMPLES / "store_evaluator.py")
     assert result.rc == 0, result.everything
     rounds = [re.fullmatch(r"round (\d): test accuracy (\S+)", line) for line in result.of(1)]
     assert [int(line[1]) for line in rounds if line] == [1, 2, 3, 4, 5], result.everything

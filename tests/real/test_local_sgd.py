@@ -19,7 +19,8 @@ from .test_scripts_of_others import EXAMPLES, needs
 pytestmark = [pytest.mark.torch, needs("sklearn")]
 
 EXAMPLE = EXAMPLES / "local_sgd.py"
-PRELOAD = ("--preload", "sklearn.datasets")
+# Optimizers and DistributedDataParallel import torch._dynamo: once, and not in each rank.
+PRELOAD = ("--preload", "sklearn.datasets,torch._dynamo")
 
 
 def accuracies(result: Result) -> dict[int, float]:
@@ -34,8 +35,7 @@ def test_it_learns_as_well_as_ddp(run: Run) -> None:
     found = accuracies(local)
     assert set(found) == {0, 1, 2, 3}, local.everything
     assert len(set(found.values())) == 1, local.everything  # the same model
-    # DistributedDataParallel imports it: once, and not in each rank.
-    ddp = run("-n", "4", *PRELOAD, "--preload", "torch._dynamo", EXAMPLES / "digits_ddp.py")
+    ddp = run("-n", "4", *PRELOAD, EXAMPLES / "digits_ddp.py")
     assert ddp.rc == 0, ddp.everything
     assert len([line for line in ddp.lines if "first step, loss" in line]) == 4, ddp.everything
     accuracy = re.search(r"^\[0\] test accuracy (\S+)$", ddp.out, re.MULTILINE)
@@ -72,8 +72,6 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
         EXAMPLE,
         "--quorum",
         "3",
-        "--epochs",
-        "30",
     )
     result = run_job(arguments, state=tmp_path, act=kill_one)
     assert result.codes == ["rank-killed"], result.everything

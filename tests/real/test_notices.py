@@ -16,6 +16,8 @@ import pytest
 from .job import run_job
 from .test_supervision import said, wait_for
 
+pytestmark = pytest.mark.usefixtures("torch_for_groups")
+
 PROGRAM = """\
 import os, signal, time
 import rallypoint

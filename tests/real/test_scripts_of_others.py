@@ -16,7 +16,6 @@ from .job import SCRIPTS, Result
 pytestmark = pytest.mark.torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WAYS = pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
 
 
 def needs(module: str) -> pytest.MarkDecorator:
@@ -38,9 +37,8 @@ def complaints(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if not OF_THE_MACHINE.fullmatch(line)]
 
 
-@WAYS
-def test_plain_ddp(run: Run, way: tuple[str, ...]) -> None:
-    result = run(*way, "-n", "2", "plain_ddp.py")
+def test_plain_ddp(run: Run) -> None:
+    result = run("-n", "2", "plain_ddp.py")
     assert (result.rc, complaints(result)) == (0, []), result.everything
     for rank in range(2):
         assert result.of(rank) == [f"rank {rank} of 2, local rank {rank}: same weights"], (
@@ -119,8 +117,14 @@ def test_lightning(run: Run, tmp_path: Path) -> None:
     reason="torch.compile does not quote torch's folder for the linker: it fails in one with a space",
 )
 def test_compile_in_every_rank(run: Run, tmp_path: Path) -> None:
+    compiler = "torch._dynamo"  # imported once, and not in each rank
     result = run(
-        "-n", "2", SCRIPTS / "compiled.py", env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        "-n",
+        "2",
+        "--preload",
+        compiler,
+        SCRIPTS / "compiled.py",
+        env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
     )
     assert (result.rc, result.of(0), result.of(1)) == (0, ["128.0"], ["128.0"]), result.everything
     assert complaints(result) == [], result.everything

@@ -29,7 +29,7 @@ from .job import (
     run_job,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
 
 # Everything that is not torch's own is the same in a forked and in a new interpreter; the second
 # one starts in 0.2 s.
@@ -441,6 +441,7 @@ def test_what_depends_on_main_works(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_torch
 def test_loaders_of_every_kind(run: Run) -> None:
     result = run("loaders.py")
     assert result.lines == [
