@@ -16,7 +16,7 @@ import pytest
 from .job import run_job
 from .test_supervision import said, wait_for
 
-pytestmark = pytest.mark.usefixtures("torch_for_groups")
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 PROGRAM = """\
 import os, signal, time
@@ -33,7 +33,6 @@ print(f"rank {rank} saves, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", 
 """
 
 
-@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     "options",
     [(), ("--fresh",), ("--notice-signal", "usr1,WINCH")],
@@ -62,7 +61,6 @@ def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(
     )
 
 
-@pytest.mark.usefixtures("without_torch")
 def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
@@ -84,7 +82,6 @@ def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
     assert "rank 1 saves, attempt 1" in result.out
 
 
-@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("options", [("--plain",), ("--no-python",)])
 def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(
     tmp_path: Path, options: tuple[str, ...]
@@ -115,7 +112,6 @@ def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(
     assert "SIGUSR2 came, and the job goes on: ranks 0-1 have no handler for it" in result.err
 
 
-@pytest.mark.usefixtures("without_torch")
 def test_a_signal_that_is_to_stop_the_job_is_no_notice(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import time\nprint('is up', flush=True)\ntime.sleep(1000)\n")
@@ -137,7 +133,7 @@ def test_a_signal_that_is_to_stop_the_job_is_no_notice(tmp_path: Path) -> None:
 
 HELPERS = """\
 import os, signal
-import torch.distributed as dist
+import rallypoint
 
 def status(pid):
     with open(f"/proc/{pid}/status") as file:
@@ -148,18 +144,18 @@ def children(pid):
 
 def signals_helpers():
     given = [int(status(os.getpid())[key], 16) & 0xa00 for key in ("SigIgn", "SigBlk", "SigCgt")]  # SIGUSR1 and SIGUSR2
-    dist.init_process_group("gloo")
-    ranks = [None, None]
-    dist.all_gather_object(ranks, os.getpid())
+    rank, store = int(os.environ["RANK"]), rallypoint.connect()
+    store.set(f"pid of {rank}", os.getpid())
+    ranks = [store.wait(f"pid of {one}", timeout=60) for one in range(2)]
     template = os.getppid()
     agent = int(status(template)["PPid"])
     helpers = ({agent, template} | children(agent) | children(template)).difference(ranks)
-    if dist.get_rank() == 0:
+    if rank == 0:
         for pid in helpers:
             os.kill(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGUSR2)
-    dist.barrier()
-    dist.destroy_process_group()
+        store.set("all have them", True)
+    store.wait("all have them", timeout=60)
     return agent, len(helpers), given
 """
 
@@ -187,7 +183,6 @@ def test_a_notice_to_every_process_of_a_job_ends_no_agent_of_launch(tmp_path: Pa
     program = tmp_path / "calls.py"
     program.write_text(
         HELPERS
-        + "import rallypoint\n"
         + "if __name__ == '__main__':\n"
         + "    told = [one for _ in range(2) for one in rallypoint.launch(signals_helpers, nproc=2)]\n"
         + "    print(len({agent for agent, _, _ in told}), [one[1:] for one in told])\n"

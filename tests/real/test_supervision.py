@@ -274,9 +274,13 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "call"),
-    [("flag", "async"), ("interrupt", "sync"), ("flag", "ddp"), ("interrupt", "ddp")],
+    [
+        ("flag", "async"),
+        ("interrupt", "sync"),
+        pytest.param("flag", "ddp", marks=pytest.mark.whole_torch),
+        pytest.param("interrupt", "ddp", marks=pytest.mark.whole_torch),
+    ],
 )
-@pytest.mark.whole_torch
 def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
     tmp_path: Path, how: str, call: str
 ) -> None:
