@@ -5,7 +5,10 @@ and threads that are counted.
 from __future__ import annotations
 
 import contextlib
+import dis
 import faulthandler
+import functools
+import gc
 import json
 import os
 import random
@@ -15,9 +18,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from queue import Empty
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+import rallypoint
 from rallypoint import Store
 from rallypoint.clock import Clock
 
@@ -114,6 +118,66 @@ class Storm:
         self.on = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, self._former)
+
+
+SOURCE = os.path.dirname(rallypoint.__file__)
+
+
+@functools.cache
+def _handlers_run_at(code: CodeType) -> frozenset[int]:
+    """The offsets at which the interpreter runs signal handlers: behind a call, at the begin of a
+    function, where a loop goes round."""
+    found, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if before.startswith(("CALL", "RESUME")) or instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.offset)
+        before = instruction.opname
+    return frozenset(found)
+
+
+def interrupted_at(place: int, call: Callable[[], object], within: str = "") -> tuple[str, bool]:
+    """Call this, and raise Interruption where a signal handler could raise it for the `place`-th
+    time (from 1 on) in our own code, that of files whose path ends with `within`; return where
+    that was, "" when the call has not so many places, and whether the call ended by it: Python
+    drops what is raised in a destructor.
+
+    Another part of the program opens files at this moment, which get the numbers of descriptors
+    that were just closed: nobody may close them a second time.
+    """
+    seen, where, ended = 0, "", False
+    strangers: list[int] = []
+    device = os.stat(os.devnull).st_rdev
+
+    def enter(frame: FrameType, event: str, _: object) -> Any:
+        name = frame.f_code.co_filename
+        if name.startswith(SOURCE) and name.endswith(within):
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return step
+        return None
+
+    def step(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen, where
+        if event == "opcode" and not where and frame.f_lasti in _handlers_run_at(frame.f_code):
+            seen += 1
+            if seen == place:
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                strangers.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(4))
+                raise Interruption
+        return step
+
+    former = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except Interruption:
+        ended = True
+    finally:
+        sys.settrace(former)
+    gc.collect()
+    for fd in strangers:
+        assert os.fstat(fd).st_rdev == device, where
+        os.close(fd)
+    return where, ended
 
 
 def in_child(run: Callable[[], Any]) -> Any:

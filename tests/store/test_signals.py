@@ -30,6 +30,8 @@ from .situations import (
     alarm,
     eventually,
     in_child,
+    interrupted_at,
+    our_threads,
     put,
     start,
     take,
@@ -388,6 +390,116 @@ def storm_of_calls(store: Store, threads: int) -> dict[str, int]:
         "others": sum(others),
         "longest": int(longest * 1000),
     }
+
+
+def _lock_and_unlock(store: Store) -> None:
+    with store.lock("lock", timeout=LONG):
+        pass
+
+
+AT_EACH_PLACE: dict[str, Callable[[Store], object]] = {
+    "add": lambda store: store.add("n"),
+    "get large": lambda store: store.get("large"),
+    "set large": lambda store: store.set("large", b"v" * 200_000),
+    "lock": _lock_and_unlock,
+    "queue": lambda store: store.queue("items").get(LONG),
+}
+
+
+@pytest.mark.parametrize("call", AT_EACH_PLACE)
+def test_interrupted_at_every_fifth_place(server: Server, call: str) -> None:
+    """One place after the other, instead of at random: after each the same store answers, and
+    nothing is lost, doubled or held."""
+
+    def run() -> None:
+        with (
+            rallypoint.connect(server.address, secret=server.secret, timeout=LONG) as other,
+            rallypoint.connect(server.address, secret=server.secret, timeout=LONG) as store,
+        ):
+            store.set("large", b"v" * 200_000)
+            before, items = 0, other.queue("items")
+            for place in range(1, 1000, 5):
+                items.put(place)
+                where, ended = interrupted_at(place, lambda: AT_EACH_PLACE[call](store))
+                if not where:
+                    break
+                assert store.get("large") == b"v" * 200_000, where
+                count = store.add("n") - 1
+                assert count - before in (0, 1), where
+                before = count + 1
+                _lock_and_unlock(other)
+                if ended or call != "queue":
+                    assert items.get(LONG) == place, where
+                eventually(lambda: other.status()["waiting"] == 0)
+            assert place > 50
+
+    in_child(run)
+
+
+def test_interrupted_while_it_connects(server: Server) -> None:
+    """The thread that keeps a session alive stayed for ever, and the session with it, when a
+    handler raised between the connection and the end of `connect`."""
+
+    def run() -> None:
+        for place in range(1, 1000):
+            where, _ = interrupted_at(
+                place,
+                lambda: rallypoint.connect(server.address, secret=server.secret).close(),
+                "client.py",
+            )
+            eventually(lambda: not our_threads(), lambda: where)  # noqa: B023
+            if not where:
+                break
+        assert place > 10
+
+    in_child(run)
+
+
+def test_interrupted_while_it_begins_another_session() -> None:
+    """A session had a connection and no thread that keeps it alive, when a handler raised between
+    the two."""
+
+    def run() -> None:
+        server = rallypoint.serve()
+        port = server.address.rpartition(":")[2]
+        with rallypoint.connect(server.address, secret=server.secret, timeout=LONG) as store:
+            for place in range(1, 1000):
+                server.stop()
+                server = rallypoint.serve(port=port, secret=server.secret)
+                with pytest.raises(ConnectionError):  # of the last session
+                    store.add("n")
+                where, _ = interrupted_at(place, lambda: store.add("n"), "session.py")
+                assert store.add("n") in (1, 2), where
+                assert "rallypoint: keep-alive" in our_threads(), where
+                if not where:
+                    break
+            assert place > 20
+        server.stop()
+
+    in_child(run)
+
+
+def test_interrupted_while_a_store_is_closed(server: Server) -> None:
+    """Threads that waited were not woken, for ever, when a handler raised before that."""
+
+    def run() -> None:
+        for place in range(1, 1000):
+            store = rallypoint.connect(server.address, secret=server.secret, timeout=LONG)
+            join = start(functools.partial(_wait_until_closed, store))
+            eventually(lambda: store.status()["waiting"] == 1)  # noqa: B023
+            where, _ = interrupted_at(place, store.close, "session.py")
+            store.close()
+            join()
+            if not where:
+                break
+        assert place > 20
+
+    in_child(run)
+
+
+def _wait_until_closed(store: Store) -> None:
+    with pytest.raises(rallypoint.StoreClosed):
+        store.wait("never")
 
 
 def test_a_call_that_is_interrupted_leaves_nothing_waiting_on_the_server(store: Store) -> None:

@@ -195,17 +195,17 @@ class Client:
     def _connected(self) -> Session:
         """Make a session of this process, with its first connection."""
         session = Session(self._options, self._secret, self._open_socket)
+        self._close_with_this(session)  # first: a signal handler may raise behind any of these
         try:
             session.connect()
             _end_with_the_process()
-        except RallypointError as error:
+        except BaseException as error:
             session.close(0.0)
-            # it has told of all attempts: their own tracebacks would only bury it
-            raise error from None
-        except BaseException:
-            session.close(0.0)
+            self._finalizer.detach()
+            if isinstance(error, RallypointError):
+                # it has told of all attempts: their own tracebacks would only bury it
+                raise error from None
             raise
-        self._close_with_this(session)
         return session
 
     def _close_with_this(self, session: Session) -> None:
@@ -250,8 +250,9 @@ class Client:
             if self._session is not former:  # a signal handler used the store meanwhile
                 session.close()
                 return self._session
-            self._finalizer.detach()
+            before = self._finalizer
             self._close_with_this(session)
+            before.detach()
             self._session = session
             return session
 
@@ -748,10 +749,10 @@ class Client:
 
     def _end(self, wait: float) -> None:
         """End the session; see `close`. `wait`: seconds for the server's answer."""
-        self._finalizer.detach()
-        _stores.pop(id(self), None)
         self._closed = True
         self._session.close(wait)
+        self._finalizer.detach()  # not before: a signal handler may raise in here
+        _stores.pop(id(self), None)
         self._session.news.flush()
 
     def _saw(self, key: str, revision: int) -> None:

@@ -63,6 +63,7 @@ class KeepAlive:
         self._bell = _Bell()
         self._later: list[tuple[type[Request], tuple[Any, ...]]] = []
         self._started = False
+        self._only = threading.Lock()  # of the thread that runs: a second one has nothing to do
         self.interval = 0.0  # seconds between two signs of life
 
     def start(self) -> None:
@@ -97,6 +98,8 @@ class KeepAlive:
         self._bell.ring()
 
     def _run(self) -> None:
+        if not self._only.acquire(blocking=False):
+            return  # a signal handler raised in `start`, when the thread had begun
         session = self._session
         while session.end is None:
             try:

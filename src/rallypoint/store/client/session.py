@@ -14,6 +14,7 @@ granted. The same thread finds a slot whose `Ticket` was lost between two steps.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -235,13 +236,12 @@ class Session:
         at the reply any more, and the server is to take back what it gave.
         """
         slot = ticket.slot
-        if calls[0].tried:
-            slot.disconnect()
-            if self.end is None:
-                slot.given_up = True
-                self.keep_alive.ring()
-                return
-        self.slots.put_back(ticket)
+        slot.disconnect()  # also if nothing was sent: `_opened` may have been broken off
+        if calls[0].tried and self.end is None:
+            slot.given_up = True
+            self.keep_alive.ring()
+        else:
+            self.slots.put_back(ticket)
 
     def _error(self, call: Call) -> RallypointError:
         """Make the error for a request that has no answer."""
@@ -412,12 +412,10 @@ class Session:
 
     def _finish(self, end: SessionEnd, last: Slot | None = None) -> None:
         """End the session: calls that wait are woken, and told. `last`: the caller's own slot, on
-        which something is still said.
+        which something is still said. What a signal handler broke off is done by a second call.
         """
         with self._mutex:
-            if self.end is not None:
-                return
-            self.end = end
+            self.end = end = self.end or end
             self.slots.is_over = True
             connections = [slot.connection for slot in self.slots if slot is not last]
         self.leases.end(end.headline)
@@ -461,10 +459,10 @@ class Session:
         wait = min(wait, self.left)  # a server that is gone, or has ended it, is owed no goodbye
         ticket = self.slots.take()
         slot = ticket.slot
+        began = self._now()
+        (call,) = slot.begin([(Bye, ())], began, began + wait)
         end = SessionEnd(CLOSED)
         try:
-            began = self._now()
-            (call,) = slot.begin([(Bye, ())], began, began + wait)
             if slot.connection is None and wait > 0.0 and self._welcomed:
                 self._connect(slot, call.deadline)
             self._finish(end, slot)
@@ -475,7 +473,10 @@ class Session:
         except (ConnectionBroken, ServerCloses, TooLate, SessionOver, StoreUnreachable):
             pass
         finally:
-            self._finish(end)
+            self._finish(end, slot)
+            if slot.connection is not None and not call.tried:  # a signal handler raised
+                with contextlib.suppress(ConnectionBroken, TooLate):
+                    slot.connection.send(slot.owed, [call])
             slot.disconnect()
             self.slots.drop_idle()
 
