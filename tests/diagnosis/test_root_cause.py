@@ -1762,6 +1762,20 @@ HISTORIES = [
         status=130,
     ),
     History(
+        "ctrl-c-beside-a-rank-that-was-stopped",
+        job(
+            stopped(0),
+            rank(1, sent=("SIGINT",), phase_at=0.31, halted_by="stopped (SIGSTOP)"),
+            stopped(2),
+            interrupted_by="SIGINT",
+            now=12.34,
+        ),
+        "interrupted",
+        (),
+        "the job was stopped by Ctrl-C, 12.3 s after its start",
+        status=130,
+    ),
+    History(
         "ctrl-c-on-ranks-in-different-collectives",
         job(
             stopped(0), stopped(1, stack=BROADCAST), stopped(2), interrupted_by="SIGINT", now=12.34

@@ -365,6 +365,7 @@ def test_a_stopped_rank_is_no_obstacle(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "frozen", signal.SIGTERM, options=("--grace", "80"))
     assert result.rc == 143
     assert result.seconds < 60
+    assert re.search(r"- rank 0 +stopped \(SIGSTOP\)\n", result.err), result.everything
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -76,6 +76,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     log: str = ""  # path of its log, "" if none
     log_line: int = 0  # line of the log where its last words start
     resident: int = 0  # bytes at the last look, 0 if unknown
+    halted_by: str = ""  # "stopped (SIGSTOP)": why it was sure not to tell where it is
     exit_line: str = ""  # "train.py:10 in main": the sys.exit(0) that ended it
     left_at: str = ""  # "train.py:10 in main": the sys.exit that ended it, when the code is not 0
     left_when: float = 0.0  # when it did; 0: it was not seen to

@@ -201,7 +201,11 @@ def whereabouts(job: JobEvidence, ranks: Sequence[RankEvidence], root: str) -> t
 
 
 def phase_of(rank: RankEvidence) -> str:
-    """Return how far a rank had come, in words, and since when; "" when nothing is known of it."""
+    """Return how far a rank had come, in words, and since when, or what has halted it; "" when
+    nothing is known of it.
+    """
+    if rank.halted_by:
+        return rank.halted_by
     words = PHASES.get(rank.phase, rank.phase)
     if rank.phase_at and rank.phase in ("joining", "running", "importing"):
         words += f" (since {since(rank.phase_at)})"

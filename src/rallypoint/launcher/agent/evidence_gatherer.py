@@ -55,6 +55,7 @@ _AS_TOLD = (
     "meeting",
     "unanswered",
     "resident",
+    "halted_by",
     "exit_line",
     "left_at",
     "left_when",

@@ -197,6 +197,7 @@ class RankHandle:
         self.children: ChildrenFailed | None = None
         self.not_executed = 0
         self.resident = 0
+        self.halted_by = ""  # why it was sure not to answer when it was last asked
         self.error_file = ""
         self.log_line = 0
         self.parts: list[str] = []  # of torch, that it has imported after the fork
@@ -276,6 +277,7 @@ class RankHandle:
         far yet).
         """
         self.resident = process_status.resident(self.pid)
+        self.halted_by = self.silence().partition(", pid")[0] if self.halted() else ""
         self._stood = process_status.main_thread_place(self.pid)
         if self._asked and process_status.is_pending(
             self.pid, EVIDENCE_SIGNAL
