@@ -894,6 +894,19 @@ HISTORIES = [
         status=139,
     ),
     History(
+        "segfault-of-a-recursion",
+        job(
+            lost(0),
+            rank(1, sig=11, at=1.2, stack=(Frame("/home/ada/exp/tree.py", 12, "walk"),) * 100),
+            stopped(2),
+        ),
+        "rank-crashed",
+        (1,),
+        "rank 1 crashed with SIGSEGV in tree.py:12 in walk",
+        confidence="likely",
+        status=139,
+    ),
+    History(
         "abort-with-words",
         job(
             lost(0),

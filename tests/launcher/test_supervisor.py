@@ -235,6 +235,7 @@ def test_after_a_failure_who_waits_gets_the_next_signal_at_once() -> None:
     play.actions.clear()
     assert look(play, 5.3, deaf=(0,)) == [(0, "SIGKILL")]
     assert play.of(sv.SayKilled)[0].ranks == (0,)
+    assert play.of(sv.SayKilled)[0].because.startswith("it waits")
 
 
 def test_ranks_that_are_watched_for_long_are_looked_at_more_rarely() -> None:

@@ -28,6 +28,11 @@ from rallypoint.world import ranks_phrase
 # of the last Python stack, innermost first: the library's call, and how the program came there
 CRASH_FRAMES = 4
 
+DEEP, DIFFERENT = 100, 25
+"""Frames that faulthandler shows of a deeper stack, and how many may differ in a recursion that has
+no end: one over half a dozen functions, each of which calls at several lines.
+"""
+
 _DUMP = re.compile(
     r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)'
 )
@@ -176,11 +181,17 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
     if not rank.stack_text:
         evidence += told_by(case)
     status = next((end.status for _, end in ends), "")
+    why, confidence = crash_words(number), case.confidence
+    if number == signals.SIGSEGV and len(stack) >= DEEP and len(set(stack)) <= DIFFERENT:
+        why, confidence = "a recursion without an end filled its stack", "likely"
+        keep = "keep Python's limit, which ends a recursion by a RecursionError"
+        helps.append(Help(keep, "sys.setrecursionlimit(1000)"))
     return of_end(
         case,
         "rank-crashed",
         f"{case.subject} crashed with {status or signal_name(number)}{at}",
-        why=crash_words(number),
+        why=why,
+        confidence=confidence,
         evidence=evidence,
         help=helps,
         said=said(rank, [line for line in rank.said if not _DUMP.match(line)]),

@@ -725,7 +725,8 @@ class Supervisor:
                 self._signal(number, "SIGKILL" if rank.asked == "SIGTERM" else "SIGTERM", why)
             )
         if killed:
-            in_vain = "they wait in a call that no signal ends"
+            who = "it waits" if len(killed) == 1 else "they wait"
+            in_vain = f"{who} in a call that no signal ends"
             in_vain += ", and no living rank can end it" if outside else ""
             actions.append(SayKilled(tuple(killed), in_vain))
         return [*actions, again]  # also of one that had no turn yet to see it
