@@ -28,7 +28,7 @@ LAYERS = (
     {"store"},
     {"host"},
     {"wire", "world"},
-    {"clock", "errors"},
+    {"clock", "errors", "units"},
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

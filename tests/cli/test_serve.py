@@ -75,7 +75,7 @@ def test_two_lines_say_how_to_connect_and_sigterm_ends_it(tmp_path: Path) -> Non
 def test_signals(number: signal.Signals, status: int) -> None:
     with served("--max-bytes", "64MiB") as process:
         said, variables = announced(process)
-        assert "0.0625 GiB" in said
+        assert "64.0 MiB" in said
         process.send_signal(number)
         assert process.communicate(timeout=DEADLINE) == ("", "")
         assert process.returncode == status

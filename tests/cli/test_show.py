@@ -211,7 +211,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         command,
     ]
     assert others == [
-        ["20260102-030408-0a9b", "2026-01-02 03:04:08", "1 h 6 min", "2", "0", command],
+        ["20260102-030408-0a9b", "2026-01-02 03:04:08", "67 min", "2", "0", command],
         ["20260102-030407-ef56", "2026-01-02 03:04:07", "2.0 s", "2", "launcher killed", command],
         ["20260102-030405-ab12", "2026-01-02 03:04:05", "2.1 s", "2", "1 rank-raised", command],
     ]
@@ -253,7 +253,7 @@ def test_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     log.write(RAISED[0])
     told = shown(capsys)
     assert re.search(
-        r"^  ended    not yet: .* running for \d+ d \d+ h; where its ranks are: rallypoint stacks 20260102-030405-ab12$",
+        r"^  ended    not yet: .* running for [\d.]+ days; where its ranks are: rallypoint stacks 20260102-030405-ab12$",
         told,
         re.MULTILINE,
     )

@@ -25,7 +25,7 @@ from rallypoint.diagnosis.doctor import (
     trial_job,
 )
 from rallypoint.diagnosis.doctor.checks import ProcessLimits
-from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok
 from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
 from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
@@ -911,16 +911,6 @@ def test_every_code_of_a_check_is_in_the_catalogue_and_every_check_on_its_page()
         assert re.search(
             rf"^\| `{check.names[0]}` \|.*\| {check.deadline:g} s \|$", page, re.MULTILINE
         ), check.names
-
-
-def test_sizes() -> None:
-    assert [size(number) for number in (512, 4096, 64 * MIB, 3 * GIB // 2, 2 << 40)] == [
-        "512 bytes",
-        "4.0 KiB",
-        "64.0 MiB",
-        "1.5 GiB",
-        "2.0 TiB",
-    ]
 
 
 def test_the_line_for_the_other_machine_can_be_typed_in_any_shell() -> None:

@@ -105,7 +105,7 @@ def test_the_holder_of_a_taken_port_is_named_quickly(
     user = holders(port)[0].user
     line = str(caught.value).partition(" is taken: ")[2]
     assert re.fullmatch(
-        rf"python[\d.]* -c import .*\(pid {process.pid}, user {user}, started \d+ s ago\) is listening on 127\.0\.0\.1:{port}",
+        rf"python[\d.]* -c import .*\(pid {process.pid}, user {user}, started [\d.]+ m?s ago\) is listening on 127\.0\.0\.1:{port}",
         line,
     )
     assert str(caught.value).startswith(f"port {port} on 127.0.0.1 is taken: ")
@@ -255,7 +255,7 @@ def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert "started 5 days ago" in seen.line(now=1000 + 5 * 86400)
     assert "started 40 s ago" in seen.line(now=1040)
-    assert "started 2 min ago" in seen.line(now=1120)
+    assert "started 20 min ago" in seen.line(now=2200)
     hidden = PortHolder(29500, "0.0.0.0", "listening", 54321)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert (

@@ -644,9 +644,9 @@ def test_the_descriptor_in_reserve_may_be_lost(
     with Raw(server.address, server.secret) as client:
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(error))
-            loop._no_room(listener, error)
+            loop._no_room(listener, None, error)
             assert loop._reserve == -1
-        loop._no_room(listener, error)
+        loop._no_room(listener, None, error)
         assert loop._reserve >= 0
         assert isinstance(client.ask(Ping), Done)
 

@@ -7,6 +7,7 @@ import sys
 
 from rallypoint.cli.output import write_err
 from rallypoint.clock import Clock
+from rallypoint.units import size
 
 PROGRESS_AFTER = 1.0
 """Seconds of reading until a terminal is told how far it is: what is done by then needs no
@@ -34,17 +35,13 @@ class Progress:
         if self._shown:
             write_err("\r\x1b[K")
 
-    def at(self, name: str, done: int, size: int) -> None:
-        """Say that `done` bytes of `size` were read; 0: not known."""
+    def at(self, name: str, done: int, whole: int) -> None:
+        """Say that `done` bytes of `whole` were read; 0: not known."""
         now = self._clock.monotonic()
         if now < self._next or not (sys.stderr and sys.stderr.isatty()):
             return
         from rallypoint.diagnosis.render import plain
 
-        of = f" of {_size(size)}" if size else ""
-        write_err(f"\r\x1b[Kreading {plain(os.path.basename(name))}: {_size(done)}{of}")
+        of = f" of {size(whole)}" if whole else ""
+        write_err(f"\r\x1b[Kreading {plain(os.path.basename(name))}: {size(done)}{of}")
         self._shown, self._next = True, now + PROGRESS_EVERY
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 20):.0f} MiB"

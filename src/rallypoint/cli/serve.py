@@ -13,6 +13,7 @@ from rallypoint.cli.output import write_out
 from rallypoint.cli.port_file import PortFile
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
+from rallypoint.units import size
 
 if TYPE_CHECKING:
     import signal
@@ -35,8 +36,8 @@ def main(line: CommandLine) -> int:
 def serve(port_file: PortFile | None, secret_file: str | None, limits: dict[str, Any]) -> int:
     """Serve until a signal comes; return the exit status. `limits`: arguments of `Server`."""
     import signal
-    import threading
 
+    from rallypoint.host import threads
     from rallypoint.host.signals import SignalLog
     from rallypoint.store.discovery import secret_from_file
     from rallypoint.store.logger import logger
@@ -60,18 +61,15 @@ def serve(port_file: PortFile | None, secret_file: str | None, limits: dict[str,
             stack.callback(port_file.remove)
             port_file.write(server.address.rpartition(":")[2])
         _announce(server, secret_file)
-        threading.Thread(
-            target=_stop_at, args=(server, signals, came), name="rallypoint: signals", daemon=True
-        ).start()
+        threads.start(lambda: _stop_at(server, signals, came), "signals")
         server.serve_forever()
     return exits.of_signal(signal.SIGINT) if signal.SIGINT in came else 0
 
 
 def _announce(server: Server, secret_file: str) -> None:
-    gib = server.limits.store_bytes / 1024**3
     path = shlex.quote(os.path.abspath(secret_file))
     write_out(
-        f"the store is at {server.address}, for at most {gib:.3g} GiB; its clients call rallypoint.connect() after\n"
+        f"the store is at {server.address}, for at most {size(server.limits.store_bytes)}; its clients call rallypoint.connect() after\n"
         f"export RALLYPOINT_STORE={server.address} RALLYPOINT_SECRET_FILE={path}\n"
     )
 

@@ -24,6 +24,7 @@ from rallypoint.record.past_run import KeptRun
 from rallypoint.record.run_folder import default_root
 from rallypoint.record.run_list import past_runs
 from rallypoint.record.timeline import Row
+from rallypoint.units import duration, size
 from rallypoint.world import ranks_phrase
 
 MOST_ROWS = 60
@@ -39,10 +40,6 @@ MOST_LINES_QUOTED = 10
 
 LOGS_LISTED = 8
 """Log files that are named one by one."""
-
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-
-_SPANS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def main(line: CommandLine) -> int:
@@ -132,13 +129,13 @@ def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
         word = shlex.quote(run.name if inside else run.path)
         return f"not yet: it has been running for {_took(run, now)}; where its ranks are: rallypoint stacks {word}"
     if run.status is None:
-        last = f"; last heard of {_span(run.took)} after the start" if run.events else ""
+        last = f"; last heard of {duration(run.took)} after the start" if run.events else ""
         if run.events_cut:
             return f"not known: events.jsonl ends early{last}"
         return f"the launcher was killed, or the machine went down{last}"
     headline = reports[0].headline if reports else run.reported
     because = f": {render.plain(headline)}" if headline else ""
-    return f"after {_span(run.took)} with exit status {run.status}{because}"
+    return f"after {duration(run.took)} with exit status {run.status}{because}"
 
 
 def _timeline(rows: Sequence[Row]) -> list[str]:
@@ -180,7 +177,7 @@ def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
         key=lambda log: (log.rank not in at_fault, not log.cut, -log.size, log.rank),
     )
     lines = [
-        f"{os.path.relpath(log.path, run.path)}  {_size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}"
+        f"{os.path.relpath(log.path, run.path)}  {size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}"
         for log in sorted(full[:LOGS_LISTED])
     ]
     more, empty = len(full) - LOGS_LISTED, len(run.logs) - len(full)
@@ -284,21 +281,4 @@ def _seconds(run: KeptRun, now: float) -> float:
 
 
 def _took(run: KeptRun, now: float) -> str:
-    return _span(_seconds(run, now))
-
-
-def _span(seconds: float) -> str:
-    """Return `1.3 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
-    whole = round(seconds)
-    for unit, name, smaller, small in _SPANS:
-        if whole >= unit and seconds >= 60:
-            return f"{whole // unit} {name} {whole % unit // smaller} {small}"
-    return f"{seconds:.1f} s"
-
-
-def _size(size: int) -> str:
-    """Return `167 bytes`, `12 KiB`, `3.4 GiB`."""
-    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    amount = size / 1024**power
-    unit = "byte" if size == 1 else _UNITS[power]
-    return f"{amount:.1f} {unit}" if amount < 10 and power else f"{amount:.0f} {unit}"
+    return duration(_seconds(run, now))

@@ -19,6 +19,7 @@ from rallypoint.diagnosis.causes.wording import shortened
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.render import plain, wrapped
 from rallypoint.diagnosis.report import Confidence, Help, Report
+from rallypoint.units import duration
 from rallypoint.world import ranges, ranks_phrase
 
 Missing = Literal[
@@ -236,7 +237,7 @@ def sentence(standing: Standing, *, since: bool = True) -> str:
 
 def _clause(group: Group, standing: Standing, since: bool) -> str:
     known = since and group.stands_for and group.first.missing not in ("ended", "not started")
-    long = f" for {duration(group.stands_for)}" if known else ""
+    long = f" for {duration(group.stands_for or 0.0)}" if known else ""
     return f"{_placed(group, standing)} {_doing(group, standing.root)}{long}"
 
 
@@ -283,14 +284,6 @@ def _doing(group: Group, root: str) -> str:
         waits = group.collective and group.cpu < WAITING
         return f"{group.verb('waits') if waits else be} in {call} at {line}"
     return f"{be} at {line}" + (f" in {place.function}" if place.function else "")
-
-
-def duration(seconds: float | None) -> str:
-    """Return `31 s`, `4 min`, `2.5 h`: what a person wants to know of it."""
-    time = seconds or 0.0
-    if time < 600:
-        return f"{time:.{int(time < 10)}f} s"
-    return f"{time / 60:.0f} min" if time < 5400 else f"{time / 3600:.1f} h"
 
 
 # --- the collectives do not match

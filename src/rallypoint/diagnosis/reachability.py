@@ -21,6 +21,7 @@ from rallypoint.diagnosis.log_events import Sighting
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import probe
 from rallypoint.host.probe import Reached, Tried
+from rallypoint.units import size
 from rallypoint.world import ranks_phrase
 
 LOOK_TIMEOUT = 0.3
@@ -176,7 +177,7 @@ def too_large_in_log(case: Case, refused: Sighting) -> Report:
     say whose it was.
     """
     found = re.search(r"size: (\d+), max: (\d+)", refused.text)
-    sent, most = (wording.size(int(number)) for number in found.groups()) if found else ("0", "0")
+    sent, most = (size(int(number)) for number in found.groups()) if found else ("0", "0")
     who = ranks_phrase(case.numbers) if case.numbers else "a rank"
     return report_form.account(
         case,

@@ -25,6 +25,7 @@ import msgspec
 from rallypoint.host import visible_devices
 from rallypoint.host.kernel_files import text_of
 from rallypoint.host.visible_devices import Visible
+from rallypoint.units import size
 
 DEADLINE = 5.0
 """Seconds for NVML. It answers in 0.1 s when the driver is loaded, in 2 s where a GPU must wake up
@@ -126,7 +127,7 @@ class Found(msgspec.Struct, frozen=True):
                     continue
                 what = f" ({one.command[:60]})" if one.command else ""
                 lines.append(
-                    f"GPU {index}: pid {one.pid}{what} holds {_size(one.memory)} of its {_size(device.memory)}"
+                    f"GPU {index}: pid {one.pid}{what} holds {size(one.memory)} of its {size(device.memory)}"
                 )
         return tuple(lines)
 
@@ -195,10 +196,6 @@ def _of_devices(look: Look) -> str:
 def _major(version: str) -> int:
     head = version.partition(".")[0]
     return int(head) if head.isdigit() else 0
-
-
-def _size(number: int) -> str:
-    return f"{number / (1 << 30):.1f} GiB"
 
 
 # --- the look at files

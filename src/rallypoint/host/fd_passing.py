@@ -21,6 +21,14 @@ from typing import Any, Self
 from rallypoint.errors import UsageError
 
 
+def close_fds(*fds: int) -> None:
+    """Close descriptors; a negative number stands for none. Where a signal handler may raise, the
+    caller has forgotten a number before: a second close would meet another's descriptor."""
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
 class OwnedFds:
     """Descriptors with one owner, closed with the last reference to it.
 

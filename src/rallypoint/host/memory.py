@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rallypoint.host import system_calls
+from rallypoint.host.fd_passing import close_fds
 
 SEALS = system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW
 """A segment keeps its size, whoever holds it."""
@@ -85,8 +86,7 @@ class Segment:
         """Close the descriptor now, whoever still has this object. May be called twice, also when a
         signal handler raised in the first call."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        close_fds(fd)
 
     def __del__(self) -> None:
         if (
@@ -250,12 +250,10 @@ class Mapped:
         """Close the descriptor: no other process can open it any more. A process that has it mapped
         keeps it. May be called twice."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        close_fds(fd)
 
     def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:
-            os.close(self.fd)
+        close_fds(getattr(self, "fd", -1))
 
 
 def mapped(fd: int, size: int, offset: int = 0, *, private: bool = False) -> memoryview:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.host.probe import address_of
+from rallypoint.units import duration
 
 
 class PortHolder(NamedTuple):
@@ -61,7 +62,7 @@ class PortHolder(NamedTuple):
             )
             return f"a process of user {self.user} ({unseen}) {does}"
         since = (
-            f", started {_ago((Clock().wall() if now is None else now) - self.started)}"
+            f", started {duration(max(0.0, (Clock().wall() if now is None else now) - self.started))} ago"
             if self.started
             else ""
         )
@@ -96,13 +97,6 @@ def _short(argv: Sequence[str]) -> str:
     text = " ".join([os.path.basename(argv[0]), *argv[1:]])
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size or (seconds >= size and unit != "days"):
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def user_name(uid: int) -> str:

@@ -13,13 +13,13 @@ import itertools
 import os
 import select
 import socket
-import threading
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import process_status
+from rallypoint.host.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,8 +183,7 @@ class Looking:
         self.result: Reached | None = None
         self.address = (host, port)
         self._asked = (host, port, greeting, timeout)
-        name = f"rallypoint: look at {host}"
-        self._thread = threading.Thread(target=self._look, name=name, daemon=True)
+        self._thread = OwnThread(self._look, f"look at {host}")
         with contextlib.suppress(RuntimeError):  # this user has all threads that it may have
             self._thread.start()
 

@@ -59,9 +59,9 @@ class SignalLog:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._former_wakeup)
-        os.close(self._read)
-        os.close(self._write)
-        self._read = self._write = -1
+        fds, self._read, self._write = (self._read, self._write), -1, -1
+        for fd in fds:
+            os.close(fd)
 
 
 def _written_by_the_interpreter(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ import struct
 from typing import Any
 
 from rallypoint.errors import EnvironmentProblem
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.kernel_files import text_of
 
 NOSIGNAL, CLOEXEC, TRUNCATED = (
@@ -146,8 +147,7 @@ def remove(path: str) -> None:
 def _release(folder: str) -> None:
     lock, _ = _held.pop(folder, (-1, 0))
     _delete(folder)
-    if lock >= 0:
-        os.close(lock)
+    close_fds(lock)
 
 
 def _places() -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ import msgspec
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host import memory_files
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.unix_sockets import descriptors_in
 from rallypoint.launcher.program import Program, Task
 
@@ -497,8 +498,7 @@ def send(
             )
         )
     finally:
-        if aside >= 0:
-            os.close(aside)
+        close_fds(aside)
 
 
 def limit_sends(sock: socket.socket, seconds: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rallypoint.clock import Clock
+from rallypoint.host import threads
 
 Answer = TypeVar("Answer")
 
@@ -54,7 +55,7 @@ class DiskWriter:
                 return
             self._has_thread = True
         try:
-            threading.Thread(target=self._work, name="rallypoint: disk", daemon=True).start()
+            threads.start(self._work, "disk")
         except RuntimeError:  # as many processes as this user may have, or this container
             self._linger = 0.0
             self._work()

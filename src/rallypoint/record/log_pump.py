@@ -16,13 +16,13 @@ import errno
 import functools
 import os
 import select
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
+from rallypoint.host.threads import OwnThread
 from rallypoint.record.disk_writer import Backlog
 from rallypoint.record.kept_file import KeptFile, Trouble
 from rallypoint.record.line_splitter import Interruptions, LineSplitter, Piece
@@ -209,7 +209,7 @@ class LogPump:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closing = False
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="rallypoint-logs", daemon=True)
+        self._thread = OwnThread(self._run, "logs")
         self._name(ranks, prefixes)
 
     def __repr__(self) -> str:
@@ -383,8 +383,6 @@ class LogPump:
     # The thread.
 
     def _run(self) -> None:
-        # Signals are the main thread's: one that is delivered here would not end its wait.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             while not (self._closing and not self._orders):
                 self._round()

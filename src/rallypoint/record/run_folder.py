@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.state_folder import state_folder
 from rallypoint.record.kept_file import Trouble, as_json, reason_of, writable, write_whole
 from rallypoint.record.run_list import (
@@ -226,8 +227,7 @@ def _take(path: str) -> int:
     if path not in locked_here:
         lock = os.open(running, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if lock < 0 or not _lock(lock):
-        if lock >= 0:
-            os.close(lock)
+        close_fds(lock)
         raise UsageError(
             "run-folder-in-use",
             f"the run folder {path} belongs to a job that is still running",

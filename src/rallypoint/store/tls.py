@@ -15,23 +15,21 @@ other: the thread holds at most what it has read in one turn.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
-import signal
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from math import inf
 
 from rallypoint.clock import Clock
+from rallypoint.host.fd_passing import close_fds
+from rallypoint.host.threads import OwnThread
 from rallypoint.store.certificate import TlsIdentity
 from rallypoint.store.logger import logger
 from rallypoint.store.tls_connection import RECORD_BYTES, TURN_BYTES, TlsConnection
 from rallypoint.store.tls_socket import TlsSocket
-from rallypoint.wire.frames import framed
-from rallypoint.wire.messages import Refusal, encode
 
 BUFFER_BYTES = 1024 * 1024
 """Bytes that a plain end may hold. The kernel gives less, as a rule twice its usual 208 KiB, which is
@@ -40,50 +38,28 @@ enough for both sides of it to work at the same time: a quarter more of large va
 LINGER = 1.0
 """Seconds in which the last bytes of a connection must have left, once its user has closed it."""
 
-FULL_PAUSE = 0.2
-"""Seconds for which no connection is accepted after one was refused for want of a descriptor."""
-
-ACCEPTS = 64
-"""New connections taken in one turn, so that a storm of them does not stop the others."""
-
-ALL_SIGNALS = signal.valid_signals()
-
 log = logger()
 
 
 class TlsThread:
     """Thread that encrypts and decrypts all TLS connections of a server.
 
-    It accepts connections, and has their plain ends adopted before their handshake: how many
+    The server's loop accepts them, and admits their plain ends before their handshake: how many
     strangers there may be, and for how long, is decided where all others are counted.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        identity: TlsIdentity,
-        listeners: Sequence[socket.socket],
-        adopt: Callable[[TlsSocket], None],
-    ) -> None:
-        """Take the listeners over. `adopt`: called with the plain end of each connection."""
+    def __init__(self, name: str, identity: TlsIdentity) -> None:
         self._identity = identity
-        self._listeners = {listener.fileno(): listener for listener in listeners}
-        self._adopt = adopt
+        self._new: deque[TlsConnection] = deque()
         self._now = Clock().monotonic
         self._connections: dict[int, TlsConnection] = {}  # by both descriptors of each
         self._leaving: set[TlsConnection] = set()
         self._ends_at = inf  # stop was asked for
-        self._accepts_at = inf  # again, after a pause
         self._scratch = memoryview(bytearray(TURN_BYTES + 2 * RECORD_BYTES))
-        # Given up when there is no descriptor for a newcomer, which is told so.
-        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
-        for fd in self._listeners:
-            self._epoll.register(fd, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = OwnThread(self._run, name)
 
     def start(self) -> None:
         """Start it. Raises RuntimeError when there is no thread to be had."""
@@ -99,12 +75,28 @@ class TlsThread:
             self._thread.join()
         self.close()
 
+    def begin(self, tcp: socket.socket) -> TlsSocket:
+        """Take a connection over, and return the plain end before it. May be called by any thread.
+        Raises OSError when it has gone already, or there is no descriptor."""
+        context, binding = self._identity
+        near, far = socket.socketpair()
+        try:
+            for end in (near, far):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            user = TlsSocket(far, tcp, binding)
+        except OSError:
+            near.close()
+            far.close()
+            raise
+        near.setblocking(False)
+        tcp.setblocking(False)
+        self._new.append(TlsConnection(tcp, near, user, context))
+        os.eventfd_write(self._wake, 1)
+        return user
+
     # --- the thread
 
     def _run(self) -> None:
-        # A signal that the kernel gave to this thread would not wake the main thread, which has to
-        # handle it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)
         try:
             while self._now() < self._ends_at and (self._connections or self._ends_at == inf):
                 self._turn()
@@ -113,27 +105,25 @@ class TlsThread:
 
     def _turn(self) -> None:
         """Wait for events, and handle them."""
-        due = min(self._ends_at, self._accepts_at, *(one.until for one in self._leaving))
+        due = min((one.until for one in self._leaving), default=inf)
+        due = min(due, self._ends_at)
         events = self._epoll.poll(None if due == inf else max(0.0, due - self._now()))
         for fd, event in events:
             if one := self._connections.get(fd):
                 self._guarded(one, partial(self._handle, one, fd == one.fds[0], event))
-        # Last: a new connection may get the number of one that has just been closed.
-        for fd, _ in events:
-            if fd in self._listeners and self._ends_at == self._accepts_at == inf:
-                self._accept(self._listeners[fd])
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        # Last: a new connection may have the number of one that has just been closed.
+        while self._new:
+            one = self._new.popleft()
+            self._connections.update(dict.fromkeys(one.fds, one))
+            self._guarded(one, one.flush)
         if self._ends_at < inf:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
             for one in set(self._connections.values()):
                 self._watch(one)
         now = self._now()
         for one in [one for one in self._leaving if one.until <= now]:
             self._end(one)
-        if now >= self._accepts_at:
-            self._accepts_at = inf
-            for fd in self._listeners:
-                self._epoll.register(fd, select.EPOLLIN)
 
     def _handle(self, one: TlsConnection, is_tcp: bool, events: int) -> None:
         ended = events & (select.EPOLLHUP | select.EPOLLERR)
@@ -189,70 +179,13 @@ class TlsThread:
             sock.close()
         self._leaving.discard(one)
 
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTS):
-            tcp = None
-            try:
-                tcp, _ = listener.accept()
-                self._begin(tcp)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._no_room(listener, tcp, error)
-                    return
-                if tcp is not None:
-                    tcp.close()
-                continue  # it has gone already
-
-    def _begin(self, tcp: socket.socket) -> None:
-        """Have the plain end of a new connection adopted. Raises OSError when it has gone already."""
-        context, binding = self._identity
-        near, far = socket.socketpair()
-        for end in (near, far):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        try:
-            with far:
-                user = TlsSocket(far, tcp, binding)
-        except OSError:
-            near.close()
-            raise
-        near.setblocking(False)
-        user.setblocking(False)
-        tcp.setblocking(False)
-        one = TlsConnection(tcp, near, user, context)
-        self._connections.update(dict.fromkeys(one.fds, one))
-        self._guarded(one, partial(self._adopt, user))
-
-    def _no_room(self, listener: socket.socket, tcp: socket.socket | None, error: OSError) -> None:
-        """Turn a new connection away with a reason, as there are no descriptors for it."""
-        log.warning("the store can take no new connection: %s", error.strerror)
-        if self._reserve >= 0:
-            os.close(self._reserve)
-            self._reserve = -1
-        with contextlib.suppress(OSError), tcp or listener.accept()[0] as refused:
-            refused.setblocking(False)
-            text = f"its server cannot take another connection now: {error.strerror}"
-            answer = framed(encode(Refusal("store-full", text, passing=True)))
-            refused.send(answer, socket.MSG_NOSIGNAL)
-            refused.recv(RECORD_BYTES)  # left unread it could cost the client the answer
-        with contextlib.suppress(OSError):  # another thread was faster
-            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._accepts_at = self._now() + FULL_PAUSE
-        for fd in self._listeners:
-            self._epoll.unregister(fd)
-
     def close(self) -> None:
         """Close everything: at the end, and in a forked child, since a connection must end with the
         thread. May be called again."""
-        for one in set(self._connections.values()):
+        for one in {*self._connections.values(), *self._new}:
             one.tcp.close()
             one.inner.close()
         self._connections.clear()
-        for listener in self._listeners.values():
-            listener.close()
         self._epoll.close()
-        for fd in (self._wake, self._reserve):
-            if fd >= 0:
-                os.close(fd)
-        self._wake = self._reserve = -1
+        wake, self._wake = self._wake, -1
+        close_fds(wake)

@@ -12,9 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import stacks, tracebacks
-from rallypoint.diagnosis.causes.wording import ending, listed, since, size
+from rallypoint.diagnosis.causes.wording import ending, listed, since
 from rallypoint.diagnosis.evidence import Frame, JobEvidence, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Confidence
+from rallypoint.units import size
 from rallypoint.world import ranks_phrase
 
 PHASES = {

@@ -6,9 +6,10 @@ from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes.case import Case, again, likely, pids, resident, was
 from rallypoint.diagnosis.causes.gpus import strangers_of
 from rallypoint.diagnosis.causes.report_form import of_end, told
-from rallypoint.diagnosis.causes.wording import cut, named, size
+from rallypoint.diagnosis.causes.wording import cut, named
 from rallypoint.diagnosis.evidence import JobEvidence, MemoryEvidence, Raised
 from rallypoint.diagnosis.report import Help, Report
+from rallypoint.units import size
 
 BY_THE_KERNEL = "; the kernel, which does so when memory runs out, leaves no word there"
 ASK_THAT_KERNEL = Help(

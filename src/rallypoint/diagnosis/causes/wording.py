@@ -30,16 +30,6 @@ def named(error: Raised) -> str:
     return ": ".join(filter(None, (error.type, line)))
 
 
-def size(count: int) -> str:
-    """Return bytes for people: `18.9 GiB`."""
-    power = max(count.bit_length() - 1, 0) // 10
-    return (
-        f"{count / (1 << 10 * power):.1f} {'KMGTPE'[power - 1]}iB"
-        if power > 1
-        else f"{count} bytes"
-    )
-
-
 def since(at: float) -> str:
     """Return a moment of the job: `+0.31 s`."""
     return f"+{at:.2f} s"

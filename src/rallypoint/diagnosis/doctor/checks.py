@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
-from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size, unknown
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, unknown
 from rallypoint.host.kernel_files import cgroup_folders, number_in, text_of
+from rallypoint.units import size
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.evidence import MemoryCounters

@@ -49,18 +49,3 @@ def unknown(fact: str, check: str = "") -> Finding:
 
 note = partial(_problem, "note")
 fault = partial(_problem, "fault")
-
-
-def size(number: int) -> str:
-    """Return bytes for people: `64.0 MiB`, `1.5 GiB`."""
-    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >> shift:
-            return f"{number / (1 << shift):.1f} {unit}"
-    return f"{number} bytes"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds for people: `120 us`, `8.0 ms`, `1.5 s`."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

@@ -7,8 +7,9 @@ import os
 import shlex
 import sys
 
-from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok
 from rallypoint.host.devices import BUSY_SHARE, Found, count, find, look_closely, missing
+from rallypoint.units import size
 
 
 def devices() -> list[Finding]:

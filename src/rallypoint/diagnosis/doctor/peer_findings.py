@@ -11,10 +11,11 @@ from functools import partial
 import msgspec
 
 from rallypoint.diagnosis.doctor import finding
-from rallypoint.diagnosis.doctor.finding import Finding, duration, size
+from rallypoint.diagnosis.doctor.finding import Finding
 from rallypoint.diagnosis.report import Help
 from rallypoint.errors import RallypointError, StoreTimeout
 from rallypoint.host.probe import address_of
+from rallypoint.units import duration, size
 
 PEER = "peer"
 """Check name of all these findings."""

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import unix_sockets
 from rallypoint.record.run_folder import default_root
+from rallypoint.units import size
 
 SHM = "/dev/shm"
 """Folder through which DataLoader workers pass batches, and NCCL what it says between GPUs."""

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.diagnosis.doctor.finding import Finding, duration, fault, note, ok, size
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.errors import Advice
+from rallypoint.units import duration, size
 
 RANKS = 2
 

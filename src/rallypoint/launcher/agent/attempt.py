@@ -14,6 +14,7 @@ import msgspec
 
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import ports
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
 from rallypoint.launcher.agent.process_handles import HostHandle, RankHandle
 from rallypoint.launcher.agent.rank_streams import RankStreams
@@ -183,9 +184,8 @@ class Attempt:
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._listener >= 0:
-            os.close(self._listener)
-            self._listener = -1
+        listener, self._listener = self._listener, -1
+        close_fds(listener)
 
     def release(self) -> None:
         """Give the meeting point back: end its host, wherever it is by now."""
@@ -206,9 +206,8 @@ class Attempt:
     def close(self) -> None:
         """Give every descriptor back. The processes have ended, and the store was closed."""
         self.release()
-        if self.host_ready >= 0:
-            os.close(self.host_ready)
-            self.host_ready = -1
+        ready, self.host_ready = self.host_ready, -1
+        close_fds(ready)
         for handle in self.ranks:
             handle.close()
 

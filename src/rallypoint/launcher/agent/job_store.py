@@ -6,12 +6,12 @@ A job on several nodes has it on node 0, where it listens on TCP, too; the other
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.host import memory_files, process_status, unix_sockets
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.launcher.exits import describe
 from rallypoint.store.discovery import SECRET_FILE_BYTES, new_secret
 
@@ -87,13 +87,7 @@ class JobStore:
             identity=self._identity,
             roster=lambda: roster(ranks, now()),
         )
-        # Its threads inherit the mask: signals are the loop's, which waits in epoll and must be the
-        # one that is woken.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            server.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        server.start()
         self._server = server
 
     def stop(self, reason: str) -> None:
@@ -102,9 +96,8 @@ class JobStore:
             self._server.stop(reason)
             self._server = None
         self._close()
-        if self.secret >= 0:
-            os.close(self.secret)
-            self.secret = -1
+        secret, self.secret = self.secret, -1
+        close_fds(secret)
 
 
 class StoreElsewhere:
@@ -126,9 +119,8 @@ class StoreElsewhere:
 
     def stop(self, reason: str) -> None:
         """Forget the secret. May be called twice."""
-        if self.secret >= 0:
-            os.close(self.secret)
-            self.secret = -1
+        secret, self.secret = self.secret, -1
+        close_fds(secret)
 
 
 _PHASES = {

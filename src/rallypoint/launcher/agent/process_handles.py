@@ -13,6 +13,7 @@ import msgspec
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Ended, Frame, Meeting, Raised
 from rallypoint.host import memory_files, process_status, processes, system_calls
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.process_status import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import protocol
@@ -115,8 +116,8 @@ class HostHandle:
         if self.pidfd >= 0:
             processes.send(self.pidfd, signal.SIGKILL)
             processes.wait_for_ends([self.pidfd], 2.0)
-            os.close(self.pidfd)
-            self.pidfd = -1
+            pidfd, self.pidfd = self.pidfd, -1
+            os.close(pidfd)
 
 
 class ActivitySample(msgspec.Struct, frozen=True):
@@ -432,10 +433,7 @@ class RankHandle:
 
     def close(self) -> None:
         """Give every descriptor back."""
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-        if self.evidence >= 0:
-            os.close(self.evidence)
-        self.pidfd = self.evidence = -1
+        fds, self.pidfd, self.evidence = (self.pidfd, self.evidence), -1, -1
+        close_fds(*fds)
         self.control.close()
         self.their_control.close()

@@ -28,6 +28,7 @@ from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.run_folder import RunFolder, default_root, open_run_folder
 from rallypoint.record.run_list import LauncherAddress
 from rallypoint.record.torchrun_files import hand_on
+from rallypoint.units import size
 from rallypoint.world import Seat, ranks_phrase
 
 # Seconds in which the run folder is made, until a line says what is waited for.
@@ -211,7 +212,7 @@ class Reporter:
             where="before any worker started",
             why=why,
             evidence=(
-                (f"ulimit -v lets a process map {limit >> 20} MiB in all: torch may need more",)
+                (f"ulimit -v lets a process map {size(limit)} in all: torch may need more",)
                 if 0 < limit < TORCH_SPACE
                 else ()
             ),

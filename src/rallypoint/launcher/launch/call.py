@@ -219,7 +219,7 @@ def _agent_died(agent: agent_pool.PooledAgent, memory: MemoryCounters) -> Enviro
     help: Advice = ()
     seen = evidence.difference(memory, evidence.memory_counters())
     if seen.oom_kills:
-        from rallypoint.diagnosis.causes.wording import size
+        from rallypoint.units import size
 
         killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
         limit = f", which may use {size(seen.limit)}" if seen.limit else ""

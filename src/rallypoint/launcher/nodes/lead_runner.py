@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import queue
-import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import Look, LostNode
 from rallypoint.errors import RallypointError
-from rallypoint.host import ports
+from rallypoint.host import ports, threads
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking, set_for_signs_of_life
 from rallypoint.launcher.nodes import joining, lead, messages
@@ -158,8 +157,8 @@ class LeadRunner:
             undo.callback(self._closing.set)
             self._store.set(messages.LEADER, messages.encode(applicant))
             for name, target in (("hear", self._hear), ("watch", self._watch)):
-                start_thread(name, functools.partial(self._carry_out, target))
-            self._thread = start_thread("lead", functools.partial(self._carry_out, self._run))
+                threads.start(functools.partial(self._carry_out, target), name)
+            self._thread = threads.start(functools.partial(self._carry_out, self._run), "lead")
             undo.pop_all()
 
     # --- for the agent of this node
@@ -433,14 +432,3 @@ def looked(look: Looking, timeout: float) -> Look:
 def _own_address(listens_on: str) -> str:
     """Return the address by which this machine reaches a listener of its own."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listens_on, listens_on)
-
-
-def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Start a thread that no signal wakes: they are the agent's loop's."""
-    thread = threading.Thread(target=target, name=f"rallypoint: {name}", daemon=True)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        thread.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return thread

@@ -17,6 +17,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.errors import RallypointError, StoreUnreachable
+from rallypoint.host import threads
 from rallypoint.host.interfaces import interfaces
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
@@ -26,7 +27,6 @@ from rallypoint.launcher.nodes.lead_runner import (
     LOOK_TIMEOUT,
     LeadRunner,
     Settings,
-    start_thread,
 )
 from rallypoint.launcher.nodes.messages import (
     Applicant,
@@ -124,7 +124,7 @@ class Membership:
         self._leaving = threading.Event()
         self._seated = threading.Event()  # all have come
         self._sending: threading.Thread | None = None
-        self._thread = start_thread("join", self._run)
+        self._thread = threads.start(self._run, "join")
 
     def __repr__(self) -> str:
         where = self._member.address if self._member is not None else "not joined"
@@ -194,7 +194,7 @@ class Membership:
             orders = Queue(member, messages.to_node(self._applicant.id))
             self._compare_clocks(member, orders.get)
             self._enter(member)
-            self._sending = start_thread("tell", lambda: self._send_all(member))
+            self._sending = threads.start(lambda: self._send_all(member), "tell")
             while not self._leaving.is_set():
                 self._receive(messages.decode(orders.get()))
         except Exception as error:
@@ -273,7 +273,7 @@ class Membership:
                     self._put,
                 )
                 if nodes.rank == 0 and not (nodes.folder or nodes.lead):
-                    start_thread("another", self._look_for_another)
+                    threads.start(self._look_for_another, "another")
         return [self.lead.place] if self.lead is not None else endpoint.places(nodes)
 
     def _look_for_another(self) -> None:

@@ -16,13 +16,14 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import devices, memory_files, process_status, processes, system_calls
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.launcher import (
     exception_capture,
     nested_launch,
@@ -284,7 +285,7 @@ class _Template:
             self._forget()
             return become(parent)
         took = time.monotonic() - began
-        _close(fds)
+        close_fds(*fds)
         if pid < 0:
             self._tell(NotForked(rank, number, why))
             return None
@@ -307,8 +308,7 @@ class _Template:
         """Close, in the child, everything of the template's."""
         self._epoll.close()
         self._orders.close()
-        os.close(self._orphans)
-        _close(self._children)
+        close_fds(self._orphans, *self._children)
         self._children = {}
 
     def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
@@ -374,8 +374,3 @@ class _Template:
 
 def _memory(value: msgspec.Struct) -> int:
     return memory_files.create("rallypoint", protocol.exact(value))
-
-
-def _close(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -7,6 +7,7 @@ import os
 import sys
 
 from rallypoint.host import memory_files
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.launcher import exception_capture, interruptions
 
 
@@ -55,8 +56,7 @@ def _print_without_descriptor(error: BaseException) -> None:
         former = os.dup(2)
         aside = memory_files.create("rallypoint")
     except OSError:  # no descriptor is left: better twice than not at all
-        if former >= 0:
-            os.close(former)
+        close_fds(former)
         _print(error)
         return
     try:

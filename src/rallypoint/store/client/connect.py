@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
-from rallypoint.host import probe
+from rallypoint.host import probe, threads
 from rallypoint.host.probe import Place
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.address import Address, is_forwarded
-from rallypoint.store.client import background
 from rallypoint.store.client.failures import of_a_handler
 from rallypoint.store.tls_socket import binding_of
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
@@ -325,7 +324,7 @@ class _Question:
         self.answered = threading.Event()
         self.found: list[Place] = []
         self.error = ""
-        background.start(functools.partial(self._ask, host, port), f"resolve {host}")
+        threads.start(functools.partial(self._ask, host, port), f"resolve {host}")
 
     def _ask(self, host: str, port: int) -> None:
         try:

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import Literal
 
-from rallypoint.store.client import background
+from rallypoint.host import threads
 
 Level = Literal["info", "warning", "error"]
 
@@ -42,12 +42,12 @@ class News:
         """Write them, or, in a thread of ours, have them written."""
         if not self.lines:
             return
-        if not background.is_here():
+        if not threads.is_ours():
             self._write()
         elif not self.told_apart:
             self.told_apart = True
             try:
-                self._writer = background.start(self._tell_apart, "log")
+                self._writer = threads.start(self._tell_apart, "log")
             except RuntimeError:  # no more threads: whoever asks for something next writes it
                 self.told_apart = False
 

@@ -13,7 +13,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.errors import RallypointError
-from rallypoint.store.client import background
+from rallypoint.host import threads
 from rallypoint.wire.messages import Ping, Request, Unlock
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class KeepAlive:
         if not self._started:
             self._started = True
             try:
-                background.start(self._run, "keep-alive")
+                threads.start(self._run, "keep-alive")
             except BaseException:
                 self._started = False
                 raise

@@ -12,12 +12,12 @@ from __future__ import annotations
 import errno
 import select
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
+from rallypoint.host import threads
 from rallypoint.host.memory import Segment
 from rallypoint.store.logger import logger
 
@@ -119,7 +119,7 @@ class Movers:
         self._finished: deque[Transfer] = deque()
         self._wake = wake
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threads.OwnThread] = []
         self._stopped = False
 
     def submit(self, transfer: Transfer) -> None:
@@ -128,13 +128,8 @@ class Movers:
         if transfer.moves:  # what epoll said of its socket is older than that
             return
         if len(self.moving) >= len(self._threads) < THREADS:
-            thread = threading.Thread(
-                target=self._run,
-                name=f"rallypoint store: transfer {len(self._threads)}",
-                daemon=True,
-            )
             try:
-                thread.start()
+                thread = threads.start(self._run, f"store's transfer {len(self._threads)}")
             except RuntimeError as error:
                 if not self._threads:
                     log.warning("the store can move no large value: %s", error)

@@ -4,12 +4,12 @@ memory that the other end may still read."""
 from __future__ import annotations
 
 import array
-import os
 import select
 import socket
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.memory import Segment
 from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED, descriptors_in
 from rallypoint.wire.frames import Cutter, framed
@@ -175,9 +175,7 @@ class Peer:
     def drop_unclaimed(self) -> None:
         """Close descriptors that came with no request, when everything that has arrived was cut."""
         while self.descriptors:
-            fd = self.descriptors.popleft()
-            if fd >= 0:
-                os.close(fd)
+            close_fds(self.descriptors.popleft())
 
     # --- out ---
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.host import unix_sockets
+from rallypoint.host import threads, unix_sockets
 from rallypoint.host.ports import hold_port
 from rallypoint.store.address import Address
 from rallypoint.store.discovery import checked_secret, new_secret
@@ -109,26 +109,21 @@ class Server:
                     paths = [self._path]
             self.address: str = address or str(_address(bound[0], identity))
             _raise_limit_of_files()
-            over_tls = [sock for sock in bound if identity and sock.family != socket.AF_UNIX]
+            if identity is not None:
+                from rallypoint.store import tls  # here: OpenSSL is slow to load
+
+                self._tls = tls.TlsThread(f"store {self.address}: TLS", identity)
             self._loop: Loop | None = Loop(
                 State(self.limits, roster=roster, began=self._clock.wall()),
-                [sock for sock in bound if sock not in over_tls],
+                bound,
                 secret=self.secret,
                 job=job,
                 local=paths[0] if local and paths else "",
                 clock=self._clock,
+                encrypt=None if self._tls is None else self._tls.begin,
                 on_end=on_end,
                 on_stranger=on_stranger,
             )
-            if identity is not None:
-                from rallypoint.store import tls  # here: OpenSSL is slow to load
-
-                for sock in over_tls:
-                    prepare(sock)
-                name = f"rallypoint store {self.address}: TLS"
-                self._tls = tls.TlsThread(
-                    name, identity=identity, listeners=over_tls, adopt=self._loop.adopt
-                )
         except BaseException:
             for sock in bound:
                 sock.close()
@@ -149,16 +144,9 @@ class Server:
     def start(self) -> None:
         """Serve, in a thread. `UsageError` when it has been started or stopped."""
         loop = self._begin()
-        self._thread = threading.Thread(
-            target=self._run_beside,
-            args=(loop,),
-            name=f"rallypoint store {self.address}",
-            daemon=True,
-        )
         try:
-            self._thread.start()
+            self._thread = threads.start(partial(self._run, loop), f"store {self.address}")
         except RuntimeError:  # no thread is to be had
-            self._thread = None
             loop.ask_to_stop("it could not be started", 0.0)
             self._run(loop)
             raise
@@ -215,12 +203,6 @@ class Server:
                 self._tls.start()
             self._state = "serving"
             return self._loop
-
-    def _run_beside(self, loop: Loop) -> None:
-        # A signal that the kernel gave to this thread would not wake the main thread, whose
-        # business it is.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self._run(loop)
 
     def _run(self, loop: Loop) -> None:
         self._serving = threading.get_ident()

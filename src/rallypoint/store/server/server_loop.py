@@ -20,6 +20,7 @@ from functools import partial
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.host import system_calls
+from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.probe import set_for_small_messages
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.logger import logger
@@ -93,10 +94,12 @@ class Loop:
         job: str,
         local: str,
         clock: Clock,
+        encrypt: Callable[[socket.socket], socket.socket] | None = None,
         on_end: Callable[[Identity, bool], None] | None = None,
         on_stranger: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Take the listeners over. `local`: the path that clients are told. `on_end`: called with
+        """Take the listeners over. `local`: the path that clients are told. `encrypt`: called with
+        each TCP connection, returns the plain socket before its TLS. `on_end`: called with
         the owner of each session whose time is over, and whether that was for want of signs of life
         alone. `on_stranger`: called with the address of each client of another job, version or
         secret, with TLS or without it unlike this side, and why it was not let in."""
@@ -104,6 +107,7 @@ class Loop:
         self._secret = secret
         self._job = job
         self._local = local
+        self._encrypt = encrypt
         self._on_end = on_end
         self._on_stranger = on_stranger
         self._now = clock.monotonic
@@ -134,9 +138,7 @@ class Loop:
                 self._epoll.register(fd, IN)
                 self._others[fd] = partial(self._accept, listener)
         except BaseException:
-            for fd in (self._wake, self._reserve):
-                if fd >= 0:
-                    os.close(fd)
+            close_fds(self._wake, self._reserve)
             raise
 
     def __len__(self) -> int:
@@ -171,9 +173,7 @@ class Loop:
         sockets = [peer.sock for peer in self._peers.values()]
         for sock in [*self._listeners.values(), *sockets, *self._adopted]:
             sock.close()
-        for fd in (self._wake, self._reserve, *self._pidfds.values()):
-            if fd >= 0:
-                os.close(fd)
+        close_fds(self._wake, self._reserve, *self._pidfds.values())
         for peer in self._peers.values():
             peer.drop_unclaimed()
         self._values.close()
@@ -327,40 +327,43 @@ class Loop:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS):
+            sock = None
             try:
                 sock, _ = listener.accept()
+                end = sock
+                if self._encrypt is not None and sock.family != socket.AF_UNIX:
+                    end = self._encrypt(sock)
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._no_room(listener, error)
+                    self._no_room(listener, sock, error)
                     return
+                if sock is not None:
+                    sock.close()
                 continue  # whoever it was has gone already
-            self._admit(sock)
+            self._admit(end)
 
-    def _no_room(self, listener: socket.socket, error: OSError) -> None:
-        """Turn somebody away with a reason, as there is no descriptor for a new connection: the
-        oldest stranger, or else the new connection itself (left waiting, it would keep epoll
-        reporting it)."""
+    def _no_room(self, listener: socket.socket, sock: socket.socket | None, error: OSError) -> None:
+        """Turn somebody away with a reason, as there is no descriptor for a new connection: that
+        connection if it has been accepted, or else the oldest stranger, or else accept it for that
+        (left waiting, it would keep epoll reporting it)."""
         why = f"{error.strerror} (ulimit -n: {open_files()})"
         self._gate.complain("a new connection", why, self._now())
         text = f"its server cannot take another connection now: {why}"
         answer = framed(encode(Refusal("store-full", text, passing=True)))
         oldest = self._gate.oldest()
-        if oldest is not None:
+        if sock is None and oldest is not None:
             _turn_away(oldest.sock, answer)
             self._drop(oldest)
             return
-        if self._reserve >= 0:
-            os.close(self._reserve)
-            self._reserve = -1
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                pass
-            else:
-                _turn_away(sock, answer)
-                sock.close()
+        reserve, self._reserve = self._reserve, -1
+        close_fds(reserve)
+        try:
+            with sock or listener.accept()[0] as refused:
+                _turn_away(refused, answer)
+        except OSError:  # another thread has taken the descriptor
+            pass
         try:
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -562,9 +565,7 @@ class Loop:
             self._unwatch(session)
         self._epoll.close()
         wake, self._wake = self._wake, -1
-        os.close(wake)
-        if self._reserve >= 0:
-            os.close(self._reserve)
+        close_fds(wake, self._reserve)
         self._values.close()
 
 
