@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from _queue import Empty  # queue.Empty, without the 2 ms that loading its module takes
 from collections.abc import Sequence
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 Outcome = Literal["happened", "did not happen", "unknown"]
 """Facts about a request that got no answer."""
@@ -23,8 +23,8 @@ Advice: TypeAlias = tuple[tuple[str, str], ...]
 class RallypointError(Exception):
     """The root of the tree.
 
-    `code` is the kebab-case name of the situation, `help` what to do about it: (sentence, command
-    or "") pairs.
+    `code` is the kebab-case name of the situation, `why` the facts that led there, `help` what to
+    do about it: (sentence, command or "") pairs. Every class below takes these, too.
     """
 
     def __init__(
@@ -104,10 +104,9 @@ class StoreTimeout(EnvironmentProblem, TimeoutError):
         headline: str,
         *,
         outcome: Outcome = "did not happen",
-        why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why, help=help)
+        super().__init__(code, headline, **more)
         self.outcome = outcome
 
 
@@ -130,10 +129,9 @@ class SessionLost(EnvironmentProblem, ConnectionError):
         *,
         outcome: Outcome = "unknown",
         same_server: bool = False,
-        why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why, help=help)
+        super().__init__(code, headline, **more)
         self.outcome = outcome
         self.same_server = same_server
 
@@ -149,10 +147,9 @@ class StoreClosed(EnvironmentProblem, ConnectionError):
         headline: str,
         *,
         outcome: Outcome = "unknown",
-        why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why, help=help)
+        super().__init__(code, headline, **more)
         self.outcome = outcome
 
 
@@ -212,10 +209,9 @@ class LockTimeout(StoreTimeout):
         holder: str = "",
         held_for: float = 0.0,
         queue: tuple[str, ...] = (),
-        why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why, help=help)
+        super().__init__(code, headline, **more)
         self.holder = holder
         self.held_for = held_for
         self.queue = queue
@@ -249,10 +245,9 @@ class BarrierTimeout(StoreTimeout):
         *,
         present: tuple[str, ...] = (),
         absent: tuple[str, ...] = (),
-        why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why, help=help)
+        super().__init__(code, headline, **more)
         self.present = present
         self.absent = absent
 
@@ -269,10 +264,9 @@ class BarrierBroken(EnvironmentProblem, RuntimeError):
         *,
         present: tuple[str, ...] = (),
         absent: tuple[str, ...] = (),
-        why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why, help=help)
+        super().__init__(code, headline, **more)
         self.present = present
         self.absent = absent
 
@@ -288,10 +282,15 @@ class OnceFailed(RallypointError):
     its message."""
 
     def __init__(
-        self, code: str, headline: str, *, remote_type: str = "", remote_traceback: str = "", why: tuple[str, ...] = (),
-        help: tuple[tuple[str, str], ...] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(code, headline, why=why, help=help)
+        self,
+        code: str,
+        headline: str,
+        *,
+        remote_type: str = "",
+        remote_traceback: str = "",
+        **more: Any,
+    ) -> None:
+        super().__init__(code, headline, **more)
         self.remote_type = remote_type
         self.remote_traceback = remote_traceback
 
@@ -301,10 +300,8 @@ class RankKilled(EnvironmentProblem):
     `signal`: its number.
     """
 
-    def __init__(
-        self, code: str, headline: str, *, rank: int, signal: int, why: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(code, headline, why=why)
+    def __init__(self, code: str, headline: str, *, rank: int, signal: int, **more: Any) -> None:
+        super().__init__(code, headline, **more)
         self.rank = rank
         self.signal = signal
 
@@ -314,10 +311,8 @@ class RankExited(RallypointError):
     `rank-left-early`: it returned, and others still needed it. `rank`; `exit_code`, 0 for one that
     returned."""
 
-    def __init__(
-        self, code: str, headline: str, *, rank: int, exit_code: int, why: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(code, headline, why=why)
+    def __init__(self, code: str, headline: str, *, rank: int, exit_code: int, **more: Any) -> None:
+        super().__init__(code, headline, **more)
         self.rank = rank
         self.exit_code = exit_code
 
@@ -362,9 +357,9 @@ class LaunchTimeout(EnvironmentProblem, TimeoutError):
         results: dict[int, object],
         report: object = None,
         text: str = "",
-        why: tuple[str, ...] = (),
+        **more: Any,
     ) -> None:
-        super().__init__(code, headline, why=why)
+        super().__init__(code, headline, **more)
         self.results = results
         self.report = report
         self.text = text

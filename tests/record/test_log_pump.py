@@ -690,11 +690,10 @@ def test_a_restart_goes_on_in_the_same_log_below_a_line(rigs: Callable[..., Rig]
 def test_a_note_is_kept_as_if_the_rank_had_said_it(rigs: Callable[..., Rig]) -> None:
     rig = rigs(2)
     rig.pump.note(1, "Traceback\nValueError: \udcff")
-    rig.pump.note(1, "shown", show=True)
     assert rig.pump.settle(SOON)
-    assert rig.pump.tail(1) == ("Traceback", "ValueError: \ufffd", "shown")
-    assert rig.result() == (b"", b"[1] shown\n")
-    assert rig.log(1) == b"Traceback\nValueError: \xff\nshown\n"
+    assert rig.pump.tail(1) == ("Traceback", "ValueError: \ufffd")
+    assert rig.result() == (b"", b"")
+    assert rig.log(1) == b"Traceback\nValueError: \xff\n"
 
 
 def test_the_last_words_are_few_and_the_newest(rigs: Callable[..., Rig]) -> None:
@@ -724,14 +723,14 @@ def test_tee_gets_the_same_bytes_and_the_filter_the_lines_that_match(
     teed = os.open(tmp_path / "stdout.log", os.O_WRONLY | os.O_CREAT)
     write_later(rig.rank(1, tee=teed), b"\rbar\ran apple\nno\r\na pe").join(SOON)
     write_later(rig.rank(0), b"an apple, not teed\n").join(SOON)
-    write_later(rig.rank(1, "stderr", show=False), b"hidden\n").join(SOON)
+    write_later(rig.rank(1, "stderr"), b"an apple on stderr\n").join(SOON)
     assert rig.pump.drain(SOON)
     rig.pump.duplicate("stdout", str(tmp_path / "second"), ["x"])
     out, err = rig.result()
     assert (tmp_path / "stdout.log").read_bytes() == b"\rbar\ran apple\nno\r\na pe"
     assert (tmp_path / "filtered_stdout.log").read_bytes() == b"[default1]:an apple\n"
     assert b"[1] an apple\n[1] no\n" in out
-    assert err == b""
+    assert err == b"[1] an apple on stderr\n"
 
 
 def test_a_note_after_the_end_of_a_teed_stderr_is_in_its_file(

@@ -65,14 +65,8 @@ def rendered(reports: Report | Sequence[Report], error_format: str, stream: Text
 
 
 def wants_color(stream: TextIO | None) -> bool:
-    """Tell whether to use colours: NO_COLOR and FORCE_COLOR when set and not empty
-    (https://no-color.org, https://force-color.org), else on terminals.
-    """
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    """Tell whether to use colours there."""
+    return terminal.wants_color(stream is not None and stream.isatty())
 
 
 def filled(text: str, columns: int) -> str:

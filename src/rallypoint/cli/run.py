@@ -227,7 +227,7 @@ def _own_names(asked: str) -> tuple[str, ...]:
     """
     import socket
 
-    from rallypoint.launcher.plan import LOOPBACK
+    from rallypoint.host.loopback import LOOPBACK
 
     name = socket.gethostname()
     names = [name, name.split(".")[0]]

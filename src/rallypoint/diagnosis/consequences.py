@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import classify, reachability, rendezvous_mismatch, stacks
+from rallypoint.diagnosis import classify, reachability, stacks
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import collectives, endings, exceptions, rendezvous, stops
@@ -23,6 +23,7 @@ from rallypoint.diagnosis.rank_kinds import (
     place_in_order,
 )
 from rallypoint.diagnosis.report import Confidence, Report
+from rallypoint.host.loopback import is_loopback
 
 
 def case_of(
@@ -102,7 +103,7 @@ def _meet_at_home(scene: Scene) -> Report | None:
         for v in scene.verdicts
         if v.rank.phase == "joining"
         and v.rank.meeting is not None
-        and rendezvous_mismatch.is_loopback(v.rank.meeting.address.rpartition(":")[0])
+        and is_loopback(v.rank.meeting.address.rpartition(":")[0])
         and v.rank.meeting.world_size in (-1, job.world_size)
         and job.node_of(v.rank.rank).host != home.host
     ]

@@ -24,6 +24,7 @@ from rallypoint.diagnosis.causes import rendezvous, report_form, wording
 from rallypoint.diagnosis.causes.case import Case
 from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
+from rallypoint.host.loopback import is_loopback
 from rallypoint.world import ranks_phrase
 
 # of ranks that are not there yet, a line each: with its first and its last line a roll call fills
@@ -35,7 +36,6 @@ MISFIT_SETTLE = 2.0
 that is not there, a port that is taken) raises in less, most of the time spent on starting CUDA,
 and the program may have something else to try."""
 
-_LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1"))
 # Their groups are complete without the others (torch's own stand-in for tests), or ask somebody
 # else who they are.
 _ALONE = frozenset(("fake", "mpi"))
@@ -62,13 +62,6 @@ class Caller(msgspec.Struct, frozen=True):
             return "", posixpath.normpath(address)
         host, _, port = address.rpartition(":")
         return "loopback" if is_loopback(host) else host.strip("[]").lower(), port
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a name or address is this machine's own to itself alone, as far as it can be
-    told without asking anybody.
-    """
-    return host.strip("[]").lower() in _LOOPBACK
 
 
 class Misfit(msgspec.Struct, frozen=True):

@@ -35,3 +35,13 @@ def is_in_background(fd: int) -> bool:
 def prose_columns(found: int | None) -> int:
     """Columns to fill prose to, on so many, or where it is not known."""
     return max(NARROWEST, min(UNKNOWN if found is None else found, WIDEST))
+
+
+def wants_color(is_terminal: bool) -> bool:
+    """Tell whether to use colours: NO_COLOR and FORCE_COLOR when set and not empty
+    (https://no-color.org, https://force-color.org), else on terminals."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+    )

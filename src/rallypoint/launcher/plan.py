@@ -14,6 +14,7 @@ import msgspec
 from rallypoint.clusters.cluster import Cluster
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
+from rallypoint.host.loopback import LOOPBACK
 from rallypoint.launcher import preload_parts
 from rallypoint.launcher.program import Program, Task
 from rallypoint.launcher.sizes import threads_of_a_rank
@@ -33,13 +34,6 @@ OLDEST_TORCH = (
 STALL = 300.0
 # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 FEWEST_EPHEMERAL = 8192
-LOOPBACK = {
-    "127.0.0.1": "127.0.0.1",
-    "localhost": "127.0.0.1",
-    "::1": "::1",
-    "0:0:0:0:0:0:0:1": "::1",
-    "ip6-localhost": "::1",
-}
 # Seconds in init_process_group after which the ranks that have not come are named. Imports and data
 # of healthy ranks differ by less, and people who wait longer begin to look for themselves. Each
 # following call comes after twice the time: torch's 30 minutes are seven calls.

@@ -16,6 +16,7 @@ import errno
 import functools
 import os
 import select
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -190,7 +191,7 @@ class LogPump:
         self._shown = range(len(ranks)) if console is None else console
         self._stdout = _Console(stdout_fd)
         # One text, and one cursor, when both lead to the same place.
-        self._stderr = self._stdout if _same_file(stdout_fd, stderr_fd) else _Console(stderr_fd)
+        self._stderr = self._stdout if is_same_file(stdout_fd, stderr_fd) else _Console(stderr_fd)
         self._trouble = Trouble(self._say_in_turn)
         self._lock = (
             threading.Lock()
@@ -252,14 +253,13 @@ class LogPump:
         fd: int,
         *,
         tee: int | None = None,
-        show: bool = True,
     ) -> None:
         """Read a worker's pipe from now on; the descriptors are the pump's, which closes them.
 
         "both" is a pipe that carries stdout and stderr; it is shown on stdout. `tee`: a descriptor
-        that gets the same bytes unchanged. `show=False`: not on the terminal.
+        that gets the same bytes unchanged.
         """
-        self._submit(lambda: self._attach(local_rank, stream, fd, tee, show), ordered=False)
+        self._submit(lambda: self._attach(local_rank, stream, fd, tee), ordered=False)
 
     def attempt(
         self, number: int, ranks: Sequence[int], prefixes: Sequence[str] | None = None
@@ -286,10 +286,10 @@ class LogPump:
         if self.terminal and not self._closed:
             self._submit(lambda: self._stderr.screen.live(text or ""), ordered=False)
 
-    def note(self, local_rank: int, text: str, *, show: bool = False) -> None:
+    def note(self, local_rank: int, text: str) -> None:
         """Put text into a rank's log, its last words and the file of its teed stderr as if it had
-        written it there; on the terminal only with `show`."""
-        self._submit(lambda: self._note(local_rank, text, show))
+        written it there; not on the terminal."""
+        self._submit(lambda: self._note(local_rank, text))
 
     def tail(self, local_rank: int) -> tuple[str, ...]:
         """Return the last lines that a rank said in this attempt, oldest first, control sequences
@@ -550,11 +550,9 @@ class LogPump:
             os.eventfd_write(self._wake, 1)
         return done
 
-    def _attach(
-        self, local_rank: int, name: StreamName, fd: int, tee: int | None, show: bool
-    ) -> None:
+    def _attach(self, local_rank: int, name: StreamName, fd: int, tee: int | None) -> None:
         stream = _Stream(self._locals[local_rank], name, local_rank, fd, self._prefixes[local_rank])
-        if show and local_rank in self._shown:
+        if local_rank in self._shown:
             stream.console = self._stderr if name == "stderr" else self._stdout
             stream.splitter = LineSplitter(thins=not stream.console.screen.terminal)
         if tee is not None:
@@ -593,7 +591,7 @@ class LogPump:
             self._filters[stream] = _Filter(file, needles, None if self._own_header else header)
             self._torchruns.append(file)
 
-    def _note(self, local_rank: int, text: str, show: bool) -> None:
+    def _note(self, local_rank: int, text: str) -> None:
         log = self._locals[local_rank]
         piece = Piece("lines", text.rstrip("\n").encode(errors="surrogateescape") + b"\n")
         log.show(log, b"", piece)
@@ -604,8 +602,6 @@ class LogPump:
                 self._keep(stream.tee, piece.data)
                 if stream.filter is not None:
                     stream.filter.pick(stream, piece)
-        if show and self._stderr.fd is not None:
-            self._stderr.screen.show(log, self._prefixes[local_rank], piece)
 
     def _give_up_files(self) -> None:
         files = [*(log.file for log in self._logs.values() if log.file), *self._torchruns]
@@ -662,11 +658,17 @@ def _size_of(fd: int) -> Callable[[], tuple[int, int]] | None:
     return size
 
 
-def _same_file(one: int, other: int) -> bool:
+def is_same_file(one: int, other: int) -> bool:
+    """Return whether two descriptors lead to one place. A file that was opened twice is not: its
+    ends would overwrite each other.
+    """
     try:
-        return os.path.samestat(os.fstat(one), os.fstat(other))
+        first, second = os.fstat(one), os.fstat(other)
     except OSError:
         return False
+    return os.path.samestat(first, second) and not (
+        stat.S_ISCHR(first.st_mode) and first.st_rdev == os.makedev(1, 3)
+    )
 
 
 def _path_of(fd: int) -> str:

@@ -137,10 +137,10 @@ def find(root: str, word: str = "", command: str = "show") -> str:
     raise UsageError("usage", f"no run is called {word}, nor has it in its name", help=_LIST)
 
 
-def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> Advice:
+def _choices(runs: Sequence[PastRun], command: str) -> Advice:
     return tuple(
         ("the newest is" if i == 0 else "or", f"rallypoint {command} {run.job}")
-        for i, run in enumerate(runs[:most])
+        for i, run in enumerate(runs[:3])
     )
 
 

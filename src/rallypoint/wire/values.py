@@ -27,6 +27,7 @@ covered: what was pickled.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import re
 import shlex
@@ -809,7 +810,7 @@ class _ValueReader:
     def tensor(self, node: list[object], depth: int) -> object:
         if self.hashed:
             raise _malformed("a set with a tensor")
-        torch: Any = _torch()
+        torch: Any = _needed("torch")
         dtype = _torch_dtype(_text_of(node))
         shape, size = _shape(node, dtype.itemsize)
         if size:
@@ -821,7 +822,7 @@ class _ValueReader:
         return tensor if self.target is None else tensor.to(self.target)
 
     def array(self, node: list[object], depth: int) -> object:
-        numpy: Any = _numpy()
+        numpy: Any = _needed("numpy")
         dtype = _numpy_dtype(_text_of(node))
         shape, size = _shape(node, dtype.itemsize)
         if not size:
@@ -830,7 +831,7 @@ class _ValueReader:
         return numpy.frombuffer(memory if self.shared else bytearray(memory), dtype).reshape(shape)
 
     def number(self, node: list[object], depth: int) -> object:
-        numpy: Any = _numpy()
+        numpy: Any = _needed("numpy")
         dtype = _numpy_dtype(_text_of(node))
         data = node[2] if len(node) == 3 else None
         if type(data) is not bytes or len(data) != dtype.itemsize:
@@ -849,10 +850,10 @@ class _ValueReader:
         shape = node[1:]
         if not all(type(n) is int and -_INT64 <= n < _INT64 for n in shape):
             raise _malformed("a torch.Size of something else than integers")
-        return _torch().Size(shape)
+        return _needed("torch").Size(shape)
 
     def device(self, node: list[object], depth: int) -> object:
-        torch = _torch()
+        torch = _needed("torch")
         kind, index = node[1:] if len(node) == 3 else (None, None)
         if (
             type(kind) is str
@@ -902,10 +903,10 @@ _READ: tuple[Callable[[_ValueReader, list[object], int], object], ...] = (
     _ValueReader.tensor,
     _ValueReader.array,
     _ValueReader.number,
-    lambda reader, node, depth: _numpy().str_(reader.of(str, node, depth)),
-    lambda reader, node, depth: _numpy().bytes_(reader.of(bytes, node, depth)),
+    lambda reader, node, depth: _needed("numpy").str_(reader.of(str, node, depth)),
+    lambda reader, node, depth: _needed("numpy").bytes_(reader.of(bytes, node, depth)),
     _ValueReader.size,
-    lambda reader, node, depth: _torch() and _torch_dtype(_only(node, str)),
+    lambda reader, node, depth: _needed("torch") and _torch_dtype(_only(node, str)),
     _ValueReader.device,
     _ValueReader.pickled,
     _ValueReader.complex_,
@@ -918,27 +919,15 @@ def _malformed(why: str) -> ValueUnsupported:
     return ValueUnsupported("value-malformed", f"these are not the bytes of a value: {why}")
 
 
-def _torch() -> Any:
+def _needed(name: str) -> Any:
+    """Import torch or numpy. Raises ValueUnsupported where it is not installed."""
     try:
-        import torch
+        return importlib.import_module(name)
     except ImportError as error:
-        raise _absent("torch", error) from error
-    return torch
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError as error:
-        raise _absent("numpy", error) from error
-    return numpy
-
-
-def _absent(name: str, error: ImportError) -> ValueUnsupported:
-    text = f"the value needs {name}, which cannot be imported here: {error}"
-    command = f"{shlex.quote(sys.executable)} -m pip install {name}"
-    help = ((f"install {name} where this value is read", command),)
-    return ValueUnsupported("value-unsupported", text, help=help)
+        text = f"the value needs {name}, which cannot be imported here: {error}"
+        command = f"{shlex.quote(sys.executable)} -m pip install {name}"
+        help = ((f"install {name} where this value is read", command),)
+        raise ValueUnsupported("value-unsupported", text, help=help) from error
 
 
 def _text_of(node: list[object]) -> str | None:

@@ -9,16 +9,17 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 
-from rallypoint.diagnosis import catalogue, classify, render, rendezvous_mismatch
+from rallypoint.diagnosis import catalogue, classify, render
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host import signals, terminal
+from rallypoint.host.loopback import is_loopback
 from rallypoint.host.process_status import ProcessStatus, command_line
 from rallypoint.launcher import exception_capture, exits, late_variables
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import State
 from rallypoint.launcher.plan import Plan, prefixes
-from rallypoint.record.log_pump import LogPump
+from rallypoint.record.log_pump import LogPump, is_same_file
 from rallypoint.world import Seat, ranks_phrase
 
 # Seconds that the launcher waits for words of the ranks that lie in pipes. Reading them takes a
@@ -53,7 +54,7 @@ class Console:
             stdout_fd=outputs[0],
             stderr_fd=outputs[1],
         )
-        self.same_output = _is_same_file(*outputs)
+        self.same_output = is_same_file(*outputs)
         self._errors_fd = outputs[1]
         self._live = ""
         self._given_away = False  # a single rank has the terminal itself
@@ -83,7 +84,9 @@ class Console:
     def print_reports(self, reports: Sequence[Report], before: str = "") -> None:
         """Write reports as wide as the terminal, below `before`."""
         width = terminal.prose_columns(terminal.columns(self._errors_fd))
-        self.pump.say(before + render.text(reports, width=width, color=_wants_color()))
+        self.pump.say(
+            before + render.text(reports, width=width, color=terminal.wants_color(os.isatty(2)))
+        )
 
     def live(self, text: str | None) -> None:
         """Show the live line on a terminal; None takes it away."""
@@ -132,7 +135,7 @@ class Console:
         if meeting.method.startswith("env://"):
             host, _, own = meeting.address.rpartition(":")
             address = (
-                [] if rendezvous_mismatch.is_loopback(host) else [f"MASTER_ADDR={host}"]
+                [] if is_loopback(host) else [f"MASTER_ADDR={host}"]
             )  # the held one is, by another name
             self.say(
                 f"rallypoint: {meeting.line} sets {' and '.join([*address, *([f'MASTER_PORT={own}'] if own != port else [])])}{unused}"
@@ -377,24 +380,3 @@ def say_directly(text: str) -> None:
 
 def _count(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}"
-
-
-def _is_same_file(one: int, other: int) -> bool:
-    """Return whether two descriptors lead to one place. A file that was opened twice is not: its
-    ends would overwrite each other.
-    """
-    try:
-        first, second = os.fstat(one), os.fstat(other)
-    except OSError:
-        return False
-    return os.path.samestat(first, second) and not (
-        stat.S_ISCHR(first.st_mode) and first.st_rdev == os.makedev(1, 3)
-    )
-
-
-def _wants_color() -> bool:
-    if os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or (
-        os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
-    )

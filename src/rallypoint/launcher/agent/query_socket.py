@@ -82,10 +82,10 @@ def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
         return found
 
 
-def ask_name(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
+def ask_name(path: str) -> Standing:
     """Ask which job is behind this socket. Its ranks are not asked, and not in the answer. Raises as
     `ask` does."""
-    with _asking(path, NAME, Standing, timeout) as (found, _):
+    with _asking(path, NAME, Standing, VISIT_DEADLINE) as (found, _):
         return found
 
 

@@ -20,6 +20,7 @@ from rallypoint.errors import (
     UsageError,
 )
 from rallypoint.host import addresses, ports, probe, resolver
+from rallypoint.host.loopback import LOOPBACK
 from rallypoint.host.ports import HeldPort
 from rallypoint.launcher import rendezvous_file
 from rallypoint.launcher.plan import Nodes
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 RESOLVE_TIMEOUT = 2.0
 """Seconds for the name of the endpoint. One that gives no answer by then is asked again."""
-
-_LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 
 def secret_file(nodes: Nodes, cluster: Cluster | None, environ: Mapping[str, str]) -> str:
@@ -232,7 +231,7 @@ def _listening_address(host: str, must: bool, timeout: float) -> str:
     The lead listens on all addresses: nodes may reach it by different ones. An endpoint on loopback
     is for agents of this machine alone.
     """
-    if found := _LOOPBACK.get(host.lower()):
+    if found := LOOPBACK.get(host.lower()):
         return found
     places = _numeric(host, timeout)
     if not (must or _is_own(places)):

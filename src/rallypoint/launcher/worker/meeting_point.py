@@ -19,12 +19,12 @@ import msgspec
 from rallypoint.diagnosis import init_method
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.loopback import is_loopback
 from rallypoint.launcher import exception_capture
 
 # Seconds for the name of this machine that a program gives beside the held port: torch would ask
 # for it next.
 RESOLVE_TIMEOUT = 2.0
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class HeldPoint:
@@ -250,7 +250,7 @@ def _same_address(one: str, other: str) -> bool:
     if one == other:
         return True
     (host, _, port), (held, _, held_port) = one.rpartition(":"), other.rpartition(":")
-    return port == held_port and host.strip("[]") in _LOOPBACK and held.strip("[]") in _LOOPBACK
+    return port == held_port and is_loopback(host) and is_loopback(held)
 
 
 _SETTING = re.compile(

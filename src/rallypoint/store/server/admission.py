@@ -94,9 +94,8 @@ class Greeting:
             if error.first.startswith(TLS_BEGINS):
                 text = "it speaks TLS (--tls), and this side does not"
                 raise TurnedAway(text, framed(encode(NO_TLS)), is_client=True) from error
-            raise TurnedAway(
-                f"not rallypoint's protocol: it began with {printable(error.first)}"
-            ) from error
+            began = f"{error.first[:32]!r}{'...' * (len(error.first) > 32)}"
+            raise TurnedAway(f"not rallypoint's protocol: it began with {began}") from error
         except HandshakeFailed as error:
             refusal = error.refusal
             answer = framed(encode(refusal)) if refusal else b""
@@ -104,11 +103,6 @@ class Greeting:
         except UNDECODABLE as error:
             raise TurnedAway("a message that is not rallypoint's") from error
         return b"".join(answers)
-
-
-def printable(data: bytes, most: int = 32) -> str:
-    """Return a stranger's bytes, fit for a log."""
-    return repr(data[:most]) + ("..." if len(data) > most else "")
 
 
 class Gate:
