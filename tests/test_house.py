@@ -37,7 +37,6 @@ LONGER = {
 
 NOT_YET_SHORT = {
     "diagnosis/catalogue.py",
-    "diagnosis/causes/exceptions.py",
     "diagnosis/classify.py",
     "diagnosis/error_patterns/schedulers.py",
     "diagnosis/logs/blocks.py",
@@ -47,11 +46,8 @@ NOT_YET_SHORT = {
     "diagnosis/rendezvous_mismatch.py",
     "diagnosis/root_cause.py",
     "errors.py",
-    "host/probe.py",
     "launcher/agent/agent.py",
-    "launcher/agent/console.py",
     "launcher/agent/other_nodes.py",
-    "launcher/agent/process_handles.py",
     "launcher/nodes/lead_runner.py",
     "primitives/lock.py",
     "record/log_pump.py",
@@ -62,7 +58,7 @@ NOT_YET_SHORT = {
 }
 """Files over MOST_LINES that are still to be split or shortened."""
 
-MOST_WEIGHT = 352_290
+MOST_WEIGHT = 352_260
 """Tokens of code in the package. Raised only deliberately, by what a change itself needs."""
 
 MOST_RIDDLES = 0.02

@@ -228,18 +228,11 @@ def _own_names(asked: str) -> tuple[str, ...]:
     import socket
 
     from rallypoint.host.loopback import LOOPBACK
+    from rallypoint.host.socket_addresses import is_own, places_of
 
     name = socket.gethostname()
     names = [name, name.split(".")[0]]
-    if asked and asked.lower() not in (*map(str.lower, names), *LOOPBACK) and _is_here(asked):
+    known = ("", *map(str.lower, names), *LOOPBACK)
+    if asked.lower() not in known and is_own(places_of(asked, RESOLVE_TIMEOUT)):
         names.append(asked)
     return tuple(dict.fromkeys(names))
-
-
-def _is_here(host: str) -> bool:
-    from rallypoint.host import probe, resolver
-
-    is_address = bool(probe.numeric(host, 0))
-    found = [host] if is_address else resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found
-    places = (place for ip in found for place in probe.numeric(ip, 0))
-    return any(probe.is_own(family, str(sockaddr[0])) for family, sockaddr in places)

@@ -21,6 +21,7 @@ from rallypoint.diagnosis.log_events import Sighting
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import probe
 from rallypoint.host.probe import Reached, Tried
+from rallypoint.host.socket_addresses import address_of
 from rallypoint.units import size
 from rallypoint.world import ranks_phrase
 
@@ -134,7 +135,7 @@ def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
         return None
     host, port = (place(meeting) if meeting is not None else None) or ("the meeting point", 0)
     first = struct.pack("<I", int(found[1]) & 0xFFFFFFFF)
-    return Reached(host, port, (Tried(probe.address_of(host, port), "answered", first=first),))
+    return Reached(host, port, (Tried(address_of(host, port), "answered", first=first),))
 
 
 def unreached_at(words: str) -> tuple[str, str] | None:

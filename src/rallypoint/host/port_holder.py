@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rallypoint.clock import Clock
-from rallypoint.host.probe import address_of
+from rallypoint.host.socket_addresses import address_of
 from rallypoint.units import duration
 
 

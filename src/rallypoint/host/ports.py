@@ -17,7 +17,7 @@ from types import TracebackType
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host.kernel_files import number_in, text_of
 from rallypoint.host.port_holder import PortHolder, described, same_place, user_name
-from rallypoint.host.probe import address_of, numeric
+from rallypoint.host.socket_addresses import address_of, numeric
 from rallypoint.host.tcp_table import LISTENING, TIME_WAIT, TcpSocket, owners_of, tcp_sockets
 
 BACKLOG = 65535

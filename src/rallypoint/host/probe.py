@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import select
 import socket
@@ -19,6 +18,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import process_status
+from rallypoint.host.socket_addresses import Place, address_of, described, is_own, numeric
 from rallypoint.host.threads import OwnThread
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ whole line before it answers, or the end of what is said: then it gets that."""
 THIN_LINEAR_TIMEOUTS = 16
 """TCP_THIN_LINEAR_TIMEOUTS of tcp(7), which Python does not name: connections with less than four
 packets on their way send a lost one up to six times in equal intervals."""
-
-Place = tuple[socket.AddressFamily, tuple[object, ...]]
-"""A family, and an address as its sockets take it."""
 
 Outcome = Literal["answered", "closed", "silent", "refused", "unreachable", "dropped"]
 
@@ -154,7 +151,7 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
             unresolved = answer.error or silent
     tried = _try_all(places, greeting, timeout, clock)
     ips = {described(family, sockaddr): str(sockaddr[0]) for family, sockaddr in places}
-    here = any(is_own(family, str(sockaddr[0])) for family, sockaddr in places)
+    here = is_own(places)
     listening = _listeners(port) if here and port else ()
     rules: tuple[str, ...] = ()
     rejected: Blocked | None = None
@@ -265,46 +262,6 @@ def told(error: OSError) -> tuple[Literal["refused", "unreachable"], str]:
     return "unreachable" if error.errno in UNREACHABLE else "refused", error.strerror or str(error)
 
 
-def described(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> str:
-    """`127.0.0.1:29500`, `[::1]:29500`, the path of a Unix socket."""
-    host, *port = map(str, sockaddr)
-    return host if family == socket.AF_UNIX else address_of(host, int(port[0]))
-
-
-def address_of(host: str, port: int) -> str:
-    """`127.0.0.1:29500`, `[::1]:29500`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def by_turns(found: list[Place]) -> list[Place]:
-    """IPv6 and IPv4 by turns, the resolver's first choice first (RFC 8305)."""
-    first = [entry for entry in found if entry[0] == found[0][0]]
-    others = [entry for entry in found if entry not in first]
-    pairs = itertools.zip_longest(first, others)
-    return [entry for pair in pairs for entry in pair if entry is not None]
-
-
-def numeric(host: str, port: int) -> list[Place]:
-    """Return the address itself, when `host` is one; nothing for a name."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, host)
-        except (OSError, ValueError):
-            continue
-        return [(family, (host, port) if family == socket.AF_INET else (host, port, 0, 0))]
-    return []
-
-
-def is_own(family: socket.AddressFamily, ip: str) -> bool:
-    """Tell whether this machine has the address: only its own may be bound."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((ip, 0))
-    except OSError:
-        return False
-    return True
-
-
 def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
     """Return why `host` is not this machine: a code and a sentence; None when it is, or when the
     resolver gives no answer in `timeout` seconds."""
@@ -318,7 +275,7 @@ def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
         if not answer.found:
             return "address-unresolved", f"{host} has no address here ({answer.error})"
         places = [place for ip in answer.found for place in numeric(ip, 0)]
-    if any(is_own(family, str(sockaddr[0])) for family, sockaddr in places):
+    if is_own(places):
         return None
     text = f"{host} is not this machine: {places[0][1][0]} is none of its addresses"
     return "address-unavailable", text
@@ -327,7 +284,7 @@ def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
 def listener(host: str, port: int) -> PortHolder | None:
     """Return the process that listens on a port of this machine's, when it can be seen; None for
     another machine's. Names are not resolved."""
-    if host != "localhost" and not any(is_own(family, host) for family, _ in numeric(host, port)):
+    if host != "localhost" and not is_own(numeric(host, port)):
         return None
     return next(iter(_listeners(port)), None)
 

@@ -16,6 +16,10 @@ from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import memory_files, process_status, system_calls
 from rallypoint.host.process_status import ProcessStatus
 
+KILL_DEADLINE = 2.0
+"""Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D
+state), which nobody can shorten."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -177,7 +181,7 @@ def kill_family(
     marker: bytes,
     sessions: Iterable[int],
     *,
-    deadline: float,
+    deadline: float = KILL_DEADLINE,
     ancestor: int = 0,
     spare: Iterable[int] = (),
 ) -> list[ProcessStatus]:
@@ -264,7 +268,7 @@ def group_members(leader: int) -> list[ProcessStatus]:
     ]
 
 
-def reap(pid: int, pidfd: int, timeout: float) -> tuple[int, int] | None:
+def reap(pid: int, pidfd: int, timeout: float = KILL_DEADLINE) -> tuple[int, int] | None:
     """Wait for a child's end and reap it: (exit code, signal); None when `timeout` seconds were not
     enough. Closes `pidfd`."""
     has_ended = wait_for_ends([pidfd], timeout)

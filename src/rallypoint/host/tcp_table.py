@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rallypoint.host import process_status
-from rallypoint.host.probe import address_of
+from rallypoint.host.socket_addresses import address_of
 
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
 

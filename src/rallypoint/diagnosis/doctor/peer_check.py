@@ -32,7 +32,7 @@ from rallypoint.errors import (
 )
 from rallypoint.host import addresses, devices, resolver
 from rallypoint.host.ports import HeldPort, hold_port
-from rallypoint.host.probe import address_of
+from rallypoint.host.socket_addresses import address_of
 from rallypoint.primitives.queue import Queue
 from rallypoint.store.client.member import Member
 from rallypoint.store.discovery import derived

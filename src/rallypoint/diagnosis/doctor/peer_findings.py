@@ -14,7 +14,7 @@ from rallypoint.diagnosis.doctor import finding
 from rallypoint.diagnosis.doctor.finding import Finding
 from rallypoint.diagnosis.report import Help
 from rallypoint.errors import RallypointError, StoreTimeout
-from rallypoint.host.probe import address_of
+from rallypoint.host.socket_addresses import address_of
 from rallypoint.units import duration, size
 
 PEER = "peer"

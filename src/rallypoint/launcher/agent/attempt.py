@@ -15,8 +15,9 @@ import msgspec
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import ports
 from rallypoint.host.fd_passing import close_fds
+from rallypoint.launcher.agent.helper_handles import HostHandle
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
-from rallypoint.launcher.agent.process_handles import HostHandle, RankHandle
+from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.rank_streams import RankStreams
 from rallypoint.launcher.plan import STDERR, Plan, variables_of
 from rallypoint.launcher.protocol import StartHost, StartWorker

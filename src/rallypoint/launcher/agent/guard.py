@@ -19,9 +19,6 @@ from rallypoint.host import processes, system_calls, unix_sockets
 from rallypoint.launcher import protocol
 from rallypoint.launcher.protocol import Farewell, Forget, Inherit, Register
 
-# Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D
-# state), which nobody can shorten.
-KILL_DEADLINE = 2.0
 # Seconds in which the guard reads when its socket is full. It is continued before that if it was
 # stopped, see `HELPER_PATIENCE`.
 SEND_DEADLINE = 5.0
@@ -74,7 +71,7 @@ class Guard:
                 OSError
             ):  # it has just ended by itself; or it was stopped and its socket is full
                 protocol.send(self._sock, Farewell(), flags=socket.MSG_DONTWAIT)
-            if not processes.wait_for_ends([self.pidfd], KILL_DEADLINE):
+            if not processes.wait_for_ends([self.pidfd], processes.KILL_DEADLINE):
                 processes.send(self.pidfd, signal.SIGKILL)
             self.reap()
         self._sock.close()
@@ -84,7 +81,7 @@ class Guard:
         killed.
         """
         pidfd, self.pidfd = self.pidfd, -1
-        return processes.reap(self.pid, pidfd, KILL_DEADLINE) or (0, 0)
+        return processes.reap(self.pid, pidfd) or (0, 0)
 
 
 def start(marker: bytes) -> Guard:
@@ -157,9 +154,9 @@ def _clean_up(charges: _Charges, marker: bytes) -> None:
         if pid != template:
             processes.send(pidfd, signal.SIGKILL)
     if template:
-        processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=template)
+        processes.kill_family(b"", (), ancestor=template)
         processes.send(charges.processes[template], signal.SIGKILL)
-    left = processes.kill_family(marker, charges.processes, deadline=KILL_DEADLINE)
+    left = processes.kill_family(marker, charges.processes)
     for path in charges.sockets.values():
         unix_sockets.remove(path)
     text = f"\nrallypoint: the launcher was killed; its {'process was' if alive == 1 else f'{alive} processes were'} stopped\n"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from rallypoint.launcher import spawn
 from rallypoint.launcher.agent import guard
 from rallypoint.launcher.agent.guard import Guard
-from rallypoint.launcher.agent.process_handles import TemplateHandle
+from rallypoint.launcher.agent.helper_handles import TemplateHandle
 from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import (

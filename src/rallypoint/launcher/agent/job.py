@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.console import Console
     from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
     from rallypoint.launcher.agent.hang_monitor import HangMonitor
+    from rallypoint.launcher.agent.helper_handles import TemplateHandle
     from rallypoint.launcher.agent.helper_processes import HelperProcesses
     from rallypoint.launcher.agent.launch_request import LaunchRequest
     from rallypoint.launcher.agent.other_nodes import OtherNodes
     from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
-    from rallypoint.launcher.agent.process_handles import RankHandle, TemplateHandle
+    from rallypoint.launcher.agent.process_handles import RankHandle
     from rallypoint.launcher.agent.rank_endings import RankEndings
     from rallypoint.launcher.agent.rank_starter import RankStarter
     from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor

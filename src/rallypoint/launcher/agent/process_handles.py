@@ -1,11 +1,10 @@
-"""Handles of the agent's processes: template, c10d host, ranks."""
+"""Handles of the ranks: their processes, and all that they have told."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -17,16 +16,12 @@ from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.process_status import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import protocol
-from rallypoint.launcher.protocol import ChildrenFailed, Go, Noticed, Packet, Released, Setup
+from rallypoint.launcher.protocol import ChildrenFailed, Go, Noticed, Packet, Released
 
 # Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute
 # for days must not fill the memory. What a rank writes when it crashes comes after all answers.
 EVIDENCE_KEPT = 256 * 1024
 
-# Seconds in which the template reads when its socket is full: a fork takes milliseconds, on a busy
-# machine tenths.
-SEND_DEADLINE = 10.0
-KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see error_exit.py
 
 _SILENCE = {
     "T": "stopped (SIGSTOP), pid {0}: kill -CONT {0} lets it go on",
@@ -47,77 +42,6 @@ IDLE_SHARE = 0.05
 # The thread of gloo's that carries messages. It wakes by a clock while a process waits, so only
 # that it runs tells nothing.
 GLOO_LOOP = "gloo_tcp_loop"
-
-
-class TemplateHandle:
-    """The template: ordered through one socket, watched by pidfd."""
-
-    def __init__(self, pid: int, line: socket.socket, *, imports: bool) -> None:
-        """`pid` and `line`: see `spawn.start_template`. It waits for its `set_up`."""
-        self.imports = imports
-        self.is_set_up = False
-        self.pid = pid
-        self.pidfd = system_calls.pidfd_open(pid)
-        self.socket = line
-        protocol.limit_sends(line, SEND_DEADLINE)
-
-    def set_up(self, setup: Setup) -> None:
-        """Tell it what it is there for. It is ready, and says so, when it has imported
-        everything.
-        """
-        self.order(setup)
-        self.is_set_up = True
-
-    def order(self, message: Packet, fds: Sequence[int] = ()) -> None:
-        """Send an order. When the template is gone nothing happens here: its pidfd tells
-        the loop.
-        """
-        try:
-            protocol.send(self.socket, message, fds)
-        except (
-            BlockingIOError
-        ):  # it has not read for so long that nothing can be started or ended with it any more
-            processes.send(self.pidfd, signal.SIGKILL)
-        except (BrokenPipeError, ConnectionResetError):
-            return
-
-    def reap(self) -> tuple[int, int]:
-        """Wait for its end: (exit code, signal). (0, 0) when it was reaped before, or does not end,
-        though it was killed (state D).
-        """
-        if self.pidfd < 0:
-            return 0, 0
-        pidfd, self.pidfd = self.pidfd, -1
-        return processes.reap(self.pid, pidfd, KILL_DEADLINE) or (0, 0)
-
-    def end(self) -> None:
-        """SIGKILL and reap; nothing when it has ended already."""
-        if self.pidfd >= 0:
-            processes.send(self.pidfd, signal.SIGKILL)
-            self.reap()
-        self.socket.close()
-
-
-class HostHandle:
-    """A c10d host and the attempt's listening address."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address  # host:port
-        self.port = int(address.rpartition(":")[2])
-        self.pid = 0
-        self.pidfd = -1
-
-    def started(self, pid: int) -> None:
-        """Note the process that the template has forked."""
-        self.pid, self.pidfd = pid, system_calls.pidfd_open(pid)
-
-    def end(self) -> None:
-        """SIGKILL, and wait until its socket is closed (it is, when the process has ended)."""
-        if self.pidfd >= 0:
-            processes.send(self.pidfd, signal.SIGKILL)
-            processes.wait_for_ends([self.pidfd], 2.0)
-            pidfd, self.pidfd = self.pidfd, -1
-            os.close(pidfd)
 
 
 class ActivitySample(msgspec.Struct, frozen=True):

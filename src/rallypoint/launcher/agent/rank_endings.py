@@ -15,7 +15,7 @@ from rallypoint.host import process_status, processes, signals
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.leftovers import Leftovers
-from rallypoint.launcher.agent.process_handles import KILL_DEADLINE, RankHandle
+from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import CleanGroup, SignalGroup, State
 from rallypoint.launcher.protocol import Exited, Reap, Reaped
 
@@ -163,9 +163,7 @@ class RankEndings:
         if job.template.pidfd < 0:  # it has ended, and left us what was beneath it
             ancestor = 0 if self._adopts_strangers else os.getpid()
         sessions = [handle.pid for handle in self._unreaped()]
-        return processes.kill_family(
-            job.helpers.marker, sessions, deadline=KILL_DEADLINE, ancestor=ancestor, spare=spared
-        )
+        return processes.kill_family(job.helpers.marker, sessions, ancestor=ancestor, spare=spared)
 
     # --- reaping
 

@@ -10,10 +10,10 @@ import socket
 from collections.abc import Sequence
 
 from rallypoint.host import signals
+from rallypoint.host.processes import KILL_DEADLINE
 from rallypoint.launcher import protocol
 from rallypoint.launcher.agent import helper_processes, supervisor
 from rallypoint.launcher.agent.job import Job
-from rallypoint.launcher.agent.process_handles import KILL_DEADLINE
 from rallypoint.launcher.protocol import (
     Exited,
     Forked,

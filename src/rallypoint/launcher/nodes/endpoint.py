@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,9 +19,10 @@ from rallypoint.errors import (
     StoreUnreachable,
     UsageError,
 )
-from rallypoint.host import addresses, ports, probe, resolver
+from rallypoint.host import addresses, ports
 from rallypoint.host.loopback import LOOPBACK
 from rallypoint.host.ports import HeldPort
+from rallypoint.host.socket_addresses import address_of, is_own, places_of
 from rallypoint.launcher import rendezvous_file
 from rallypoint.launcher.plan import Nodes
 from rallypoint.launcher.rendezvous_file import RendezvousFile
@@ -215,7 +216,7 @@ def _claim_folder(nodes: Nodes, port_range: tuple[int, int] | None) -> Claim | N
     held = None
     try:
         held, own = _listener(port_range)
-        file.publish(0, ",".join(probe.address_of(ip, held.port) for ip in own))
+        file.publish(0, ",".join(address_of(ip, held.port) for ip in own))
     except BaseException:
         if held is not None:
             held.release()
@@ -233,8 +234,8 @@ def _listening_address(host: str, must: bool, timeout: float) -> str:
     """
     if found := LOOPBACK.get(host.lower()):
         return found
-    places = _numeric(host, timeout)
-    if not (must or _is_own(places)):
+    places = places_of(host, timeout)
+    if not (must or is_own(places)):
         return ""
     if places:
         versions = {6 if family == socket.AF_INET6 else 4 for family, _ in places}
@@ -243,23 +244,12 @@ def _listening_address(host: str, must: bool, timeout: float) -> str:
     return "::" if versions == {6} else "0.0.0.0"
 
 
-def _numeric(host: str, timeout: float) -> list[probe.Place]:
-    if places := probe.numeric(host, 0):
-        return places
-    answer = resolver.ask([host], timeout=timeout)[host]
-    return [place for ip in answer.found for place in probe.numeric(ip, 0)]
-
-
-def _is_own(places: Sequence[probe.Place]) -> bool:
-    return any(probe.is_own(family, str(at[0])) for family, at in places)
-
-
 def is_elsewhere(nodes: Nodes) -> bool:
     """Return whether the address at which node 0 is to be reached is none of this machine's: what
     it leads to may be a way back, or another node 0.
     """
-    found = _numeric(nodes.host, RESOLVE_TIMEOUT)
-    return bool(found) and not _is_own(found)
+    found = places_of(nodes.host, RESOLVE_TIMEOUT)
+    return bool(found) and not is_own(found)
 
 
 def places(nodes: Nodes) -> list[tuple[str, int]]:

@@ -51,8 +51,6 @@ from rallypoint.launcher.protocol import (  # fmt: skip
 from rallypoint.launcher.worker import run_program, teardown, worker
 from rallypoint.launcher.worker.worker import Descriptors
 
-KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see error_exit.py
-
 # Device files whose being open means that an accelerator's driver has state which does not survive
 # a fork.
 _DEVICE_FILES = (
@@ -235,7 +233,7 @@ class _Template:
     def _leave(self) -> NoReturn:
         """End the processes that the ranks have left here, and this one: the agent has ended
         without a word. The guard does so, too, if it lives."""
-        processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=os.getpid())
+        processes.kill_family(b"", (), ancestor=os.getpid())
         os._exit(0)
 
     def _reap_orphans(self) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
-from rallypoint.host import probe, threads
-from rallypoint.host.probe import Place
+from rallypoint.host import probe, socket_addresses, threads
+from rallypoint.host.socket_addresses import Place
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.address import Address, is_forwarded
 from rallypoint.store.client.failures import of_a_handler
@@ -122,7 +122,7 @@ def dial(
                 except OSError as error:
                     if of_a_handler(error):
                         raise
-                    failures.append(_failure(error, probe.described(family, sockaddr)))
+                    failures.append(_failure(error, socket_addresses.described(family, sockaddr)))
                 else:
                     racing[runner.sock.fileno()] = runner
                     poll.register(runner.sock, runner.events)
@@ -155,7 +155,9 @@ def dial(
         failures.extend(runner.too_late() for runner in late.values())
         if not failures:
             failures.extend(
-                Failure("unreachable", probe.described(*where), "not tried: the time was up")
+                Failure(
+                    "unreachable", socket_addresses.described(*where), "not tried: the time was up"
+                )
                 for _, where in waiting
             )
     finally:
@@ -180,7 +182,7 @@ class _Runner:
         greet: Callable[[], Joining],
         address: Address,
     ) -> None:
-        self.where = probe.described(family, sockaddr)
+        self.where = socket_addresses.described(family, sockaddr)
         self._address = address
         self._joining = greet()
         self._cutter = Cutter(HELLO_BYTES, 0)
@@ -355,7 +357,9 @@ def _places(
             places.append((address, (socket.AF_UNIX, (address.path,))))
         elif all(failure.where != address.host for failure in failures):
             try:
-                found = probe.by_turns(_resolve(address.host, address.port, deadline, clock))
+                found = socket_addresses.by_turns(
+                    _resolve(address.host, address.port, deadline, clock)
+                )
             except DialFailed as failed:
                 failures += failed.failures
             else:
@@ -367,7 +371,7 @@ def _places(
 
 def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]:
     """Return the addresses of a name. Raises DialFailed ("unresolved")."""
-    if place := probe.numeric(host, port):
+    if place := socket_addresses.numeric(host, port):
         return place
     key = (os.getpid(), host, port)
     question = _asked.setdefault(key, _Question(host, port)) if key not in _asked else _asked[key]

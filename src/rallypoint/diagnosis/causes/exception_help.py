@@ -1,0 +1,135 @@
+"""Ways out of an exception, for the few where they are known by its words."""
+
+from __future__ import annotations
+
+import re
+
+from rallypoint.diagnosis import classify
+from rallypoint.diagnosis.causes import children
+from rallypoint.diagnosis.evidence import JobEvidence, Raised
+from rallypoint.diagnosis.report import Help
+
+PACKAGES = {
+    "accelerate": "accelerate", "bs4": "beautifulsoup4", "cv2": "opencv-python", "datasets": "datasets", "dateutil": "python-dateutil",
+    "deepspeed": "deepspeed", "dotenv": "python-dotenv", "einops": "einops", "faiss": "faiss-cpu", "h5py": "h5py", "hydra": "hydra-core",
+    "lightning": "lightning", "matplotlib": "matplotlib", "mpi4py": "mpi4py", "numpy": "numpy", "omegaconf": "omegaconf",
+    "pandas": "pandas", "PIL": "pillow", "psutil": "psutil", "pytorch_lightning": "pytorch-lightning", "safetensors": "safetensors",
+    "scipy": "scipy", "skimage": "scikit-image", "sklearn": "scikit-learn", "tensorboard": "tensorboard", "tensorboardX": "tensorboardX",
+    "timm": "timm", "torchaudio": "torchaudio", "torchvision": "torchvision", "tqdm": "tqdm", "transformers": "transformers",
+    "wandb": "wandb", "yaml": "pyyaml",
+}  # fmt: skip
+"""The packages of modules that training programs import. Of a module that is not here no command is
+shown: under the name of an import another package may wait (`pip install sklearn` fails on purpose,
+and others are worse)."""
+
+
+def _install(module: str, python: str) -> tuple[Help, ...]:
+    """Return how to get a module that is not there. `python`: that of the ranks, "" when it is not
+    known.
+    """
+    name = module.partition(".")[0]
+    package = PACKAGES.get(name)
+    install = Help(
+        "install it for the Python that the ranks run",
+        f"{python or 'python'} -m pip install {package}",
+    )
+    if package is None:
+        install = Help(
+            f"find the package that has the module {name} (its name may be another), and install it for the Python of the ranks"
+        )
+    look = Help(
+        "see which Python the ranks run, and whether it has the module",
+        f"python -c 'import sys, {name}; print(sys.executable)'",
+    )
+    return (install,) if python else (look, install)
+
+
+_HELPS = (
+    (
+        re.compile(r"^context has already been set"),
+        (
+            Help(
+                "choose the start method once, below the line that is false in an import",
+                'if __name__ == "__main__":',
+            ),
+            Help(
+                "or ask for a context of its own, which changes nothing for others",
+                'context = torch.multiprocessing.get_context("spawn")',
+            ),
+        ),
+    ),
+    (
+        re.compile(
+            r"No backend type associated with device type cpu|Tensors must be CUDA|from the 'CPU' backend"
+        ),
+        (
+            Help(
+                "move the tensor to the rank's GPU: NCCL takes no others",
+                'tensor.to(f"cuda:{local_rank}")',
+            ),
+            Help(
+                "or open the group for both kinds", 'dist.init_process_group("cpu:gloo,cuda:nccl")'
+            ),
+        ),
+    ),
+    (
+        re.compile(r"No backend type associated with device type cuda"),
+        (
+            Help(
+                "open the group for both kinds of tensors",
+                'dist.init_process_group("cpu:gloo,cuda:nccl")',
+            ),
+        ),
+    ),
+    (
+        re.compile(r"Expected all tensors to be on the same device"),
+        (
+            Help(
+                "move the batch to where the model is",
+                "batch = batch.to(next(model.parameters()).device)",
+            ),
+        ),
+    ),
+    (
+        re.compile(r"Can't pickle local object|Can't pickle <function|Can't get local object"),
+        (
+            Help(
+                "define the function at the top of a module: a new process finds it there by its name"
+            ),
+        ),
+    ),
+)
+"""What to do where torch's or Python's words are clear and only the way out is not."""
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_SCHEDULERS = {
+    "SLURM_PROCID": "RANK",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "PMI_RANK": "RANK",
+    "PMI_SIZE": "WORLD_SIZE",
+}
+
+
+def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
+    """Return what to do, for the few exceptions where that is known."""
+    short, key = error.type.rpartition(".")[2], error.message.strip("'\"")
+    if classify.loader_gone(error.message):
+        return (children.LOAD_IN_RANK,)
+    if short == "ModuleNotFoundError" and (
+        found := re.search(r"No module named '([\w.]+)'", error.message)
+    ):
+        return _install(found[1], job.python)
+    if short == "KeyError" and key in _SCHEDULERS:
+        theirs = (
+            "this is another launcher's variable; read the one that rallypoint and torchrun set"
+        )
+        return (Help(theirs, f'os.environ["{_SCHEDULERS[key]}"]'),)
+    if short == "KeyError" and key in _VARIABLES:
+        start = "start the program with a launcher, which sets it"
+        return (Help(start, f"rallypoint run -n 2 {job.program}"),)
+    return next((helps for pattern, helps in _HELPS if pattern.search(error.message)), ())
