@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rallypoint.host.fd_passing import is_open
 from rallypoint.host.kernel_files import text_of
 
 if TYPE_CHECKING:
@@ -28,11 +29,7 @@ class ThisMachine:
         return text_of(path, most=-1)
 
     def is_open(self, fd: int) -> bool:
-        try:
-            os.fstat(fd)
-        except OSError:
-            return False
-        return True
+        return is_open(fd)
 
     def host(self) -> str:
         return os.uname().nodename

@@ -29,6 +29,15 @@ def close_fds(*fds: int) -> None:
             os.close(fd)
 
 
+def is_open(fd: int) -> bool:
+    """Tell whether this process has the descriptor."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 class OwnedFds:
     """Descriptors with one owner, closed with the last reference to it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from rallypoint.clock import Clock
@@ -13,6 +12,8 @@ from rallypoint.host import process_status
 from rallypoint.host.record_lock import LockHolder, RecordLock
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import torch
 
     from rallypoint.primitives.shared_tensor import SharedTensor

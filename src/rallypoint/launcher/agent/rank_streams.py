@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from rallypoint.host.fd_passing import is_open
 from rallypoint.host.terminal import is_in_background
 from rallypoint.launcher.agent.console import Console, keeps_copy
 from rallypoint.launcher.agent.process_handles import RankHandle
@@ -65,7 +66,7 @@ class RankStreams:
         has_stdin = (
             handle.rank == plan.debug_rank
             and plan.task is None
-            and _is_open(0)
+            and is_open(0)
             and not is_in_background(0)
         )
         stdin = os.dup(0) if has_stdin else os.open(os.devnull, os.O_RDONLY)
@@ -114,13 +115,5 @@ class RankStreams:
         return worker_columns(seat.ranks, prefixes=prefixes(self._plan, seat))
 
 
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
 def _dup_or_null(fd: int) -> int:
-    return os.dup(fd) if _is_open(fd) else os.open(os.devnull, os.O_WRONLY)
+    return os.dup(fd) if is_open(fd) else os.open(os.devnull, os.O_WRONLY)
