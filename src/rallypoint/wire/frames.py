@@ -43,8 +43,8 @@ def framed(message: bytes, body: int = 0) -> bytes:
 
 
 class Cutter:
-    """Buffer of what has arrived and is not yet a frame. Whatever is read goes into `data`; call
-    `next` until it returns None before anything is added again, or memory grows."""
+    """Buffer of what has arrived and is not yet a frame. Whatever is read goes into `next`, or into
+    `data`; call `next` until it returns None before anything is added again, or memory grows."""
 
     __slots__ = ("body_bytes", "data", "message_bytes")
 
@@ -73,14 +73,18 @@ class Cutter:
         self.data.clear()
         return begun, missing
 
-    def next(self) -> WireFrame | None:
-        """Return the next frame, None when more must arrive first. Raises FrameError when a length
-        is over its limit.
+    def next(self, fresh: bytes = b"") -> WireFrame | None:
+        """Return the next frame, None when more must arrive first. `fresh`: bytes that have just
+        arrived. Raises FrameError when a length is over its limit.
 
         When `missing` is not 0, everything has been used, and what follows in the stream is the
         rest of the body: exactly `missing` bytes of it must not be added.
         """
         data = self.data
+        size = len(fresh) - HEADER_BYTES
+        if not data and 0 < size <= self.message_bytes and HEADER.unpack_from(fresh) == (size, 0):
+            return fresh[HEADER_BYTES:], b"", 0  # one frame and no more, as nearly always
+        data += fresh
         if len(data) < HEADER_BYTES:
             return None
         length, body = HEADER.unpack_from(data)

@@ -621,11 +621,11 @@ TAGS: dict[type[Request], int] = {kind: kind.__struct_config__.tag for kind in g
 as `(TAGS[kind], seq, acked, *fields)`, which is the same bytes as those of the object, without the
 object; fields that have a default may be left out at the end."""
 
-LENDS = [False] * (max(TAGS.values()) + 1)
-"""Flags whether the reply to a request may be a Value, which may come with a descriptor: at its
-place in `TAGS`."""
-for _kind in (Get, CompareAndSet, Delete, Pop, Claim):
-    LENDS[TAGS[_kind]] = True
+CARRIERS = frozenset((Set, CompareAndSet, Push, Resolve))
+"""Requests that may have a large value beside them."""
+
+LENDS = frozenset((Get, CompareAndSet, Delete, Pop, Claim))
+"""Requests that may be answered by a Value, which may come with a descriptor."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_handshake = msgspec.msgpack.Decoder(AnyHandshake).decode

@@ -16,15 +16,14 @@ LARGEST_SIZE = 1 << 31
 def key_of(key: object) -> str:
     """Return a key or a name as it is given. TypeError for what is no str, UsageError for what has
     no bytes."""
-    if isinstance(key, str):
-        if type(key) is not str:
-            key = str.__str__(
-                key
-            )  # what it consists of: `str()` of a member of an Enum is the member's name
-        if not key.isascii():
-            _check_text(key)
+    if type(key) is str and key.isascii():
         return key
-    raise TypeError(f"a key is a str, not {type(key).__name__}")
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, not {type(key).__name__}")
+    # What it consists of: `str()` of a member of an Enum is the member's name.
+    key = str.__str__(key)
+    _check_text(key)
+    return key
 
 
 def _check_text(key: str) -> None:

@@ -36,7 +36,7 @@ _ASKED: dict[type[Request], str] = {
 users."""
 
 
-class Call(msgspec.Struct, eq=False):
+class Call(msgspec.Struct, eq=False, gc=False):
     """One request of a caller, and what is known about it."""
 
     kind: type[Request]

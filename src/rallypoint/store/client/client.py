@@ -39,6 +39,7 @@ from rallypoint.store import discovery
 from rallypoint.store.address import Address, parse
 from rallypoint.store.client.arguments import described, key_of, number, positive, seconds_of
 from rallypoint.store.client.connect import OpenSocket
+from rallypoint.store.client.connection import Answer
 from rallypoint.store.client.failures import failure, refused
 from rallypoint.store.client.lease import Figures, Lease
 from rallypoint.store.client.session import (
@@ -265,7 +266,7 @@ class Client:
         wait: float | None = None,
         into: ReplyKeeper | None = None,
         session: Session | None = None,
-    ) -> tuple[AnyReply, memoryview | None]:
+    ) -> Answer:
         """Send a request, for what is built on the store: one of `wire/messages.py`, and return its
         reply and the bytes of a large value.
 
@@ -284,11 +285,14 @@ class Client:
             raise refused(kind, fields, reply)
         return reply, body
 
-    def ask_many(self, requests: list[Asked]) -> list[tuple[AnyReply, memoryview | None]]:
+    def ask_many(self, requests: list[Asked]) -> list[Answer]:
         """Like `ask` for several requests that wait for nobody, without waiting in between.
         `Failed` is returned.
         """
-        return self._live().request(requests)
+        session, answers = self._live(), list[Answer]()
+        while len(answers) < len(requests):
+            answers += session.request(requests[len(answers) :])
+        return answers
 
     def lease(self, name: str, ttl: float) -> Lease:
         """Make, for what is built on the store, the lease of a lock that is to be asked for with
@@ -312,11 +316,10 @@ class Client:
         else it is for, as the error is to name it."""
         limits = self._session.limits
         limit = limits.value_bytes if limits is not None else None
-        if key is not None:
-            called = f"store[{values.shown(key)}]"
         try:
             data = values.encode(value, allow_pickle=self._options.allow_pickle, limit=limit)
         except ValueUnsupported as error:
+            called = _called(key, called)
             if not called:
                 raise
             inside = error.headline.removeprefix(
@@ -327,9 +330,9 @@ class Client:
                 error.code, headline, why=error.why, help=error.help
             ) from error.__cause__
         except values.TooLarge as error:
-            raise _too_large(called, str(error), limit) from None
+            raise _too_large(_called(key, called), str(error), limit) from None
         if type(data) is Parts and limit is not None and data.size > limit:
-            raise _too_large(called, f"a value of {data.size} bytes", limit)
+            raise _too_large(_called(key, called), f"a value of {data.size} bytes", limit)
         return data
 
     def decoded(self, reply: Value, body: memoryview | None, device: Any = None) -> Any:
@@ -890,6 +893,11 @@ def _address(given: object) -> Address:
             help=(("give the address that the server prints", ""),),
         )
     return address
+
+
+def _called(key: str | None, called: str) -> str:
+    """Name a value for an error: by the key for which it is, if there is one."""
+    return called if key is None else f"store[{values.shown(key)}]"
 
 
 def _too_large(called: str, what: str, limit: int | None) -> LimitExceeded:

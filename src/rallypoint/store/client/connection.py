@@ -32,7 +32,6 @@ from rallypoint.wire.frames import FrameError, framed, header
 from rallypoint.wire.messages import (
     LENDS,
     MESSAGE_BYTES,
-    TAGS,
     UNDECODABLE,
     AnyReply,
     Closing,
@@ -347,19 +346,19 @@ class Connection:
         for broken after `silence` seconds in which nothing came.
         """
         now = self.heard = self._signed = self._now()
-        lends = LENDS[TAGS[call.kind]]
         while True:
             while self._ready:
-                reply, body = self._ready.popleft()
-                if reply.seq == call.seq:
-                    return reply, body
-                self._notice(reply)
-            if len(self._pings) < UNANSWERED:
-                due = self._signed + interval / (SOONER if self._pings else 1)
-            else:
-                due = now + interval
-            if self._poll(max(0.0, min(deadline, due) - now) * 1000.0):
-                self._read(deadline, call.patience, silence, lends=lends)
+                answer = self._ready.popleft()
+                if answer[0].seq == call.seq:
+                    return answer
+                self._notice(answer[0])
+            due = self._signed + interval
+            if self._pings:
+                sooner = len(self._pings) < UNANSWERED
+                due = self._signed + interval / SOONER if sooner else now + interval
+            wait = min(deadline, due) - now
+            if self._poll(wait * 1000.0 if wait > 0.0 else 0):
+                self._read(deadline, silence, call)
                 now = self.heard
             else:
                 now = self._sign_of_life(deadline, silence)
@@ -369,7 +368,7 @@ class Connection:
         ConnectionBroken, ServerCloses.
         """
         while self._poll(0):
-            self._read(self._now(), 0.0, 0.0, lends=False)
+            self._read(self._now(), 0.0)
             while self._ready:
                 self._notice(self._ready.popleft()[0])
 
@@ -391,14 +390,15 @@ class Connection:
             raise ConnectionBroken("the server did not take what was sent to it") from None
         return now
 
-    def _read(self, deadline: float, patience: float, silence: float, *, lends: bool) -> None:
-        """Read what has arrived, the replies into `_ready`; of a large value all is read. `lends`:
-        a reply may come with a descriptor, which takes a read of twice the work. Raises
-        ConnectionBroken, and for a large value TooLate."""
+    def _read(self, deadline: float, silence: float, call: Call | None = None) -> None:
+        """Read what has arrived, the replies into `_ready`; of a large value all is read. `call`:
+        what is waited for. Its reply may come with a descriptor, which takes a read of twice the
+        work. Raises ConnectionBroken, and for a large value TooLate."""
         try:
-            if lends and self.local:
+            if self.local and call is not None and call.kind in LENDS:
                 data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
-                self._descriptors.extend(descriptors_in(ancillary) if ancillary else ())
+                if ancillary:
+                    self._descriptors.extend(descriptors_in(ancillary))
                 if flags & TRUNCATED:
                     self._descriptors.append(-1)
             else:
@@ -411,9 +411,9 @@ class Connection:
             raise ConnectionBroken("the server closed the connection")
         self.heard = self._now()
         self._traffic[1] += len(data)
-        self._cutter.data += data
         try:
-            while (frame := self._cutter.next()) is not None:
+            frame = self._cutter.next(data)
+            while frame is not None:
                 message, begun, missing = frame
                 try:
                     reply = decode_reply(message)
@@ -422,8 +422,10 @@ class Connection:
                     raise ConnectionBroken(text) from error
                 body = None
                 if begun or missing or (type(reply) is Value and reply.shared):
+                    patience = call.patience if call is not None else 0.0
                     body = self._value_of(reply, begun, missing, deadline, patience, silence)
                 self._ready.append((reply, body))
+                frame = self._cutter.next() if self._cutter.data else None
         except FrameError as error:
             raise ConnectionBroken(f"the server sent {error}") from error
 

@@ -45,7 +45,7 @@ from rallypoint.store.client.reconnect import Reach
 from rallypoint.store.client.slots import Asked, ReplyKeeper, Slot, Slots, Ticket
 from rallypoint.wire.handshake import NONCE_BYTES, SESSION_BYTES, Joining
 from rallypoint.wire.messages import (
-    LENDS,
+    TAGS,
     Bye,
     Identity,
     Limits,
@@ -129,7 +129,7 @@ class Session:
         self.reconnects = 0
         self.number = 1
         self.news = deferred_log.News()
-        self._before: tuple[list[int], int, int] = [0] * len(LENDS), 0, 0  # totals
+        self._before: tuple[list[int], int, int] = [0] * (max(TAGS.values()) + 1), 0, 0  # totals
         self._server = b""  # one that is started again is another one, and empty
         self._server_ended = ""
         if former is not None:
@@ -170,9 +170,10 @@ class Session:
         wait: float | None = None,
         into: ReplyKeeper | None = None,
     ) -> list[Answer]:
-        """Send requests and return their replies in the same order, each with the bytes of a large
-        value beside it. Several, which wait for nobody, are not waited for in between; after an
-        exception those before it in the order have happened, of the others some may have.
+        """Send requests, as many of them as go together, and return their replies in the same order,
+        each with the bytes of a large value beside it. Several, which wait for nobody, are not
+        waited for in between; after an exception those before it in the order have happened, of
+        the others some may have.
 
         `wait`: the seconds that the server may let it wait, as in its `timeout` field (math.inf:
         for ever); None or 0: it is answered at once. `into`: gets the reply as well, before
@@ -180,21 +181,20 @@ class Session:
         it gave. Raises StoreTimeout, SessionLost, StoreClosed, StoreUnreachable.
         """
         answers: list[Answer] = []
-        while len(answers) < len(requests):
-            began = self._now()
-            deadline = began + (wait + grace(wait) if wait else self.timeout)
-            ticket = self.slots.take()
-            slot, done = ticket.slot, len(answers)
-            slot.into = into
-            calls = slot.begin(requests[done:], began, deadline, 0.0 if wait else self.timeout)
-            try:
-                self._exchange(slot, calls, answers)
-            except BaseException as error:
-                self._give_up(ticket, calls)
-                if isinstance(error, (TooLate, SessionOver)):
-                    raise self._error(calls[len(answers) - done]) from None
-                raise
-            self.slots.put_back(ticket)
+        began = self._now()
+        deadline = began + (wait + grace(wait) if wait else self.timeout)
+        ticket = self.slots.take()
+        slot = ticket.slot
+        slot.into = into
+        calls = slot.begin(requests, began, deadline, 0.0 if wait else self.timeout)
+        try:
+            self._exchange(slot, calls, answers)
+        except BaseException as error:
+            self._give_up(ticket, calls)
+            if isinstance(error, (TooLate, SessionOver)):
+                raise self._error(calls[len(answers)]) from None
+            raise
+        self.slots.put_back(ticket)
         if self.news.lines:
             self.news.tell()
         return answers
@@ -203,8 +203,8 @@ class Session:
         """Send the requests, on as many connections as it takes, until all replies are there. A
         request that has an answer is not sent again.
         """
-        before = len(answers)
-        while left := calls[len(answers) - before :]:
+        left = calls
+        while True:
             try:
                 deadline = left[0].deadline
                 connection = slot.connection or self._connect(slot, deadline)
@@ -225,6 +225,8 @@ class Session:
             else:
                 slot.owed = b""
                 self._confirm(left[0].began)
+                return
+            left = calls[len(answers) :]
 
     # --- what a call leaves ---
 

@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rallypoint.store.client.call import Call
 from rallypoint.store.client.connection import Connection
-from rallypoint.wire.frames import framed
-from rallypoint.wire.messages import SLOT_BITS, TAGS, AnyReply, Cancel, Request, encode
+from rallypoint.wire.frames import HEADER, framed
+from rallypoint.wire.messages import (
+    CARRIERS,
+    SLOT_BITS,
+    TAGS,
+    AnyReply,
+    Cancel,
+    Request,
+    encode,
+)
 from rallypoint.wire.values import Parts
 
 if TYPE_CHECKING:
@@ -89,15 +97,15 @@ class Slot:
         calls: list[Call] = []
         size = 0
         for kind, fields in requests[:PIPELINE]:
-            value = fields[1] if len(fields) > 1 and type(fields[1]) is Parts else None
-            if value is not None and calls:
-                break
-            if value is not None:
-                fields = (fields[0], b"", *fields[2:])
+            value: Parts | None = None
+            if kind in CARRIERS and type(fields[1]) is Parts:
+                if calls:
+                    break
+                value, fields = fields[1], (fields[0], b"", *fields[2:])
             tag, seq = TAGS[kind], self.seq + 1
             message = encode((tag, seq, self.settled, *fields))
             if value is None:
-                message = framed(message)
+                message = HEADER.pack(len(message), 0) + message
             self.counts[tag] += 1
             self.seq = seq
             calls.append(Call(kind, fields, seq, message, began, deadline, patience, value))

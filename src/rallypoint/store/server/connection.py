@@ -118,7 +118,7 @@ class Peer:
         self.closing = False  # to be closed when `out` is sent, or when a thread has given it back
         self.out: deque[bytes | memoryview | Lending | Segment] | None = None
         self.queued = 0  # bytes in `out`, segments aside
-        self.batch = bytearray()  # frames that are sent together
+        self.batch = b""  # frames that are sent together
         self.arriving: Arriving | None = None
         self.incoming: Transfer | None = None
         self.outgoing: Transfer | None = None
@@ -138,9 +138,8 @@ class Peer:
 
     # --- in ---
 
-    def read(self) -> None:
-        """Add what has arrived to the cutter. Raises BlockingIOError when that is nothing, Gone at
-        the end."""
+    def read(self) -> bytes:
+        """Return what has arrived. Raises BlockingIOError when that is nothing, Gone at the end."""
         try:
             if not self.local:
                 data = self.sock.recv(READ_BYTES)
@@ -154,7 +153,7 @@ class Peer:
             raise Gone from error
         if not data:
             raise Gone
-        self.cutter.data += data
+        return data
 
     def _descriptors_of(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         if self.descriptors is None:
@@ -188,7 +187,7 @@ class Peer:
             while self.freed:  # emptied one by one: another thread may add to it
                 numbers.append(self.freed.popleft())
             self.batch += framed(encode(Freed(0, 0, tuple(numbers))))
-        data, self.batch = self.batch + frame, bytearray()
+        data, self.batch = self.batch + frame, b""
         sent = 0
         if data and not self.out and self.outgoing is None:
             try:

@@ -27,7 +27,7 @@ from rallypoint.store.server.connection import (
 )
 from rallypoint.store.server.large_values import LargeValues
 from rallypoint.store.state.state import Large, Session, State
-from rallypoint.wire.frames import FrameError, framed
+from rallypoint.wire.frames import HEADER, FrameError, framed
 from rallypoint.wire.messages import (
     UNDECODABLE,
     AnyRequest,
@@ -44,8 +44,9 @@ from rallypoint.wire.messages import (
     seq_of,
 )
 
-FLUSH_BYTES = 256 * 1024
-"""Replies to pipelined requests are collected up to here and sent by one call."""
+FLUSH_BYTES = 16 * 1024
+"""Replies to pipelined requests are collected up to here and sent by one call: few enough to be
+copied for each reply that is added."""
 
 DISCARD_BYTES = 256 * 1024
 """Read and thrown away by one call, of a body that was refused."""
@@ -74,16 +75,17 @@ class Requests:
 
     # --- in ---
 
-    def work(self, peer: Peer, session: Session) -> None:
+    def work(self, peer: Peer, session: Session, fresh: bytes = b"") -> None:
         """Carry out the requests that have arrived, for as long as the client reads the replies.
-        Raises Gone."""
+        `fresh`: what has just been read. Raises Gone."""
         cutter = peer.cutter
-        if peer.held and len(cutter.data) >= cutter.announced:
+        if peer.held and len(cutter.data) + len(fresh) >= cutter.announced:
             self._state.release(peer.held)
             peer.held = 0
         peer.stalled = False
         try:
-            while not peer.stalled and (frame := cutter.next()) is not None:
+            frame = cutter.next(fresh)
+            while frame is not None:
                 message, body, missing = frame
                 try:
                     request = decode_request(message)
@@ -93,9 +95,12 @@ class Requests:
                     self._handle_large(peer, session, request, body, missing)
                 else:
                     self._carry_out(peer, session, request)
+                if not cutter.data:
+                    break
                 if len(peer.batch) > FLUSH_BYTES or peer.out is not None:
                     peer.send()
                     peer.stalled = peer.paused
+                frame = None if peer.stalled else cutter.next()
         except (FrameError, Malformed) as error:
             peer.send(framed(encode(Failed(0, self._state.revision, "bad-request", str(error)))))
             raise Gone(str(error)) from error
@@ -235,11 +240,11 @@ class Requests:
 
     def put(self, peer: Peer, reply: Reply) -> None:
         """Queue a reply, and its large value behind it."""
-        value: Any = reply.value if type(reply) is Value else b""
-        if type(value) is bytes:
-            peer.batch += framed(encode(reply))
+        if type(reply) is not Value or type(reply.value) is bytes:
+            message = encode(reply)
+            peer.batch += HEADER.pack(len(message), 0) + message
             return
-        assert type(reply) is Value
+        value: Any = reply.value
         peer.send()
         bare = Value(reply.seq, reply.revision, reply.modified, b"")
         if isinstance(value, Segment) and peer.can_lend():
@@ -300,5 +305,4 @@ class Requests:
         refused = self._values.undo(arriving.request, arriving.reserved)
         if transfer.at < transfer.size:
             peer.arriving = Arriving(None, transfer.size - transfer.at)
-        self.put(peer, refused)
-        peer.send()
+        self.tell(peer, refused)

@@ -265,11 +265,11 @@ class Loop:
         a reply to a request that has waited. A failure costs this connection, and no other."""
         requests, session = self._requests, peer.session
         try:
-            if isinstance(happened, Transfer):
-                requests.moved(peer, happened)
-                happened = 0
-            elif isinstance(happened, Reply):
-                requests.tell(peer, happened)
+            if not isinstance(happened, int):
+                if isinstance(happened, Transfer):
+                    requests.moved(peer, happened)
+                else:
+                    requests.tell(peer, happened)
                 happened = 0
             if happened & OUT:
                 requests.can_send(peer)
@@ -283,10 +283,10 @@ class Loop:
             elif session.ended:  # the client comes back, and is told what became of it
                 raise Gone
             else:
-                peer.read()
+                fresh = peer.read()
                 # What was sent while this turn stood still counts for the client from then on.
                 session.heard = self._now()
-                requests.work(peer, session)
+                requests.work(peer, session, fresh)
         except BlockingIOError:
             pass
         except Exception as error:
@@ -400,7 +400,7 @@ class Loop:
     def _greet(self, peer: Peer) -> None:
         greeting = self._gate.strangers[peer]
         try:
-            peer.read()
+            peer.cutter.data += peer.read()
             said = greeting.receive()
         except TurnedAway as error:
             if error.answer:

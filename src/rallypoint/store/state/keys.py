@@ -184,7 +184,7 @@ class KeyTable(Kind):
             text = f"{quoted(request.key)} would be {number}, and an integer that is added to has 64 bits"
             raise Refused("integer-overflow", text)
         value = _encode(b"%d" % number if request.text else number)
-        self._replace(session, request.key, entry, value)
+        self._replace(session, request.key, entry, value, len(value))
         return Integer(request.seq, self._ledger.revision, number)
 
     def _digits(self, entry: Entry) -> int:
@@ -212,7 +212,8 @@ class KeyTable(Kind):
             length = max(length, entry.size if entry is not None else 0)
             text = f"{quoted(request.key)} would have {length} bytes or more, and what is appended to may have {APPEND_BYTES}; use a queue"
             raise Refused("value-too-large", text, size=length, limit=APPEND_BYTES)
-        self._replace(session, request.key, entry, _encode(old + request.data))
+        value = _encode(old + request.data)
+        self._replace(session, request.key, entry, value, len(value))
         return Integer(request.seq, self._ledger.revision, length)
 
     # --- the table ---
@@ -231,7 +232,7 @@ class KeyTable(Kind):
         if ttl is not None and not ttl > 0:  # nor NaN
             text = f"{quoted(key)} cannot live for {ttl} seconds: ttl= is more than 0"
             raise Refused("bad-request", text, ttl=ttl)
-        entry = self._replace(session, key, entry, request.value)
+        entry = self._replace(session, key, entry, request.value, bytes_of(request.value))
         if entry.owner is not None:
             del entry.owner.ephemeral[key]
             entry.owner = None
@@ -240,10 +241,11 @@ class KeyTable(Kind):
             session.ephemeral[key] = None
         self.deadlines.set(entry, NEVER if ttl is None else self._ledger.now + ttl)
 
-    def _replace(self, session: Session, key: str, entry: Entry | None, value: Stored) -> Entry:
-        """Put a value into the key's entry, or into a new one, within the limits."""
-        budget, size = self._budget, bytes_of(value)
-        fresh = entry is None
+    def _replace(
+        self, session: Session, key: str, entry: Entry | None, value: Stored, size: int
+    ) -> Entry:
+        """Put a value of `size` bytes into the key's entry, or a new one, within the limits."""
+        budget, fresh = self._budget, entry is None
         if entry is None:
             weight = KEY_BYTES + len(key.encode())
             budget.check_name(key)

@@ -175,13 +175,17 @@ class Ledger:
         if upto <= before:
             return
         session.acked[slot] = upto
-        if not session.replies:
+        replies = session.replies
+        if not replies:
             return
         numbers: Iterable[int] = range(before + 1, upto + 1)
-        if upto - before > len(session.replies):
-            numbers = [seq for seq in session.replies if before < seq <= upto]
+        if upto - before > len(replies):
+            numbers = [seq for seq in replies if before < seq <= upto]
         for seq in numbers:
-            self.forget(session, seq)
+            if session.kept or replies.get(seq) is None:
+                self.forget(session, seq)
+            else:
+                del replies[seq]
 
     def forget(self, session: Session, seq: int) -> None:
         """Drop a cached reply, or the wait for it."""
