@@ -332,6 +332,7 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
             "in use",
         ),
         ("sample 3\nKilled\n" + STEPS, "rank-killed", "possible", "SIGKILL"),
+        ("Exit code: -9\n" + STEPS, "rank-killed", "possible", "SIGKILL"),
         ("Killed  12 monsters\n", "cause-unknown", "certain", "nothing"),
         # What the shell says, as it says it.
         ("step 3\nKilled                  python train.py\n", "rank-killed", "certain", "SIGKILL"),

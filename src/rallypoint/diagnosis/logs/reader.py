@@ -326,7 +326,8 @@ class Reader:
                 sign, place, speaker, text[:WORDS], end=end, collective=collective, ranks=ranks
             )
         )
-        if seen is not None and end.by == "the shell" and not end.pid:
+        # These two may speak of a process that is none of the job's.
+        if seen is not None and end.by in ("the shell", "SGLang") and not end.pid:
             self._watch(_SHELL, "", seen)
 
     def _note(
