@@ -38,7 +38,7 @@ SLOW_TORCH = re.compile(
     r"^rallypoint: the template has been importing torch for 10 s; .*\n", re.MULTILINE
 )
 # What gloo of torch 2.8 writes to stdout for each group.
-_GLOO = re.compile(r"^(?:\[\w+\]:? ?)?\[Gloo\] Rank \d+ is connected to .*\n", re.MULTILINE)
+GLOO = re.compile(r"^(?:\[\w+\]:? ?)?\[Gloo\] Rank \d+ is connected to .*\n", re.MULTILINE)
 _PREFIX = re.compile(r"\[(\d+)\] ?(.*)")
 _VALUE = re.compile(r"\[[a-z]*(\d+)\]:? ?(\{.*\})")  # torchrun's prefix has the role, too
 
@@ -204,7 +204,7 @@ def run_job(
         kill(marker)
     result = Result(
         process.returncode,
-        _GLOO.sub("", out.decode(errors=errors)),
+        GLOO.sub("", out.decode(errors=errors)),
         SLOW_TORCH.sub("", err.decode(errors=errors)),
         time.monotonic() - began,
         state,

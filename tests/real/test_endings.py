@@ -15,12 +15,19 @@ from .job import DEADLINE, environment
 ENDINGS = Path(__file__).parent / "scripts" / "endings.py"
 
 
+# What Python 3.13 says of an exit status that C cannot hold; its words depend on the caller's frames.
+OVERFLOW = (
+    r"|^Exception ignored on threading shutdown:\n"
+    r"(?:Traceback.*\n(?:  .*\n)+)?(?:Overflow|System)Error: .*\n"
+)
+
+
 def left(folder: Path) -> dict[str, str]:
     """What the programs have left, by file; without what differs from process to process."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc")
     return {
         str(path.relative_to(folder)): re.sub(
-            r"(?m) at 0x[0-9a-f]+|^(?:USDT|ERROR):.*\n", "", path.read_text()
+            r"(?m) at 0x[0-9a-f]+|^(?:USDT|ERROR):.*\n" + OVERFLOW, "", path.read_text()
         ).replace(str(folder), "FOLDER")
         for path in files
     }

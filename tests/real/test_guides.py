@@ -14,6 +14,8 @@ import pytest
 
 import rallypoint
 
+from .job import GLOO
+
 pytestmark = pytest.mark.torch
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -41,7 +43,7 @@ def run(folder: Path, *command: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return GLOO.sub("", done.stdout)
 
 
 def program(folder: Path, text: str) -> str:

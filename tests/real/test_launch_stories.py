@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ def test_the_whole_text(story: Path, tmp_path: Path, request: pytest.FixtureRequ
     program, _, text = story.read_text(encoding="utf-8").partition(COMMAND)
     if "torch" not in program:
         request.getfixturevalue("without_torch")
+    elif version("torch").startswith("2.8."):
+        pytest.skip("gloo of torch 2.8 writes a line of its own into the logs of ranks")
     found = told(program, tmp_path)
     if os.environ.get("UPDATE_STORIES"):
         story.write_text(program + COMMAND + found, encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .job import SLOW_TORCH
+from .job import GLOO, SLOW_TORCH
 
 pytestmark = [
     pytest.mark.torch,
@@ -38,7 +38,7 @@ def said(cell: Any) -> str:
             or "\n".join(output.get("traceback", ()))
         )
         parts.append(text if text.endswith("\n") else f"{text}\n")
-    return SLOW_TORCH.sub("", "".join(parts))
+    return GLOO.sub("", SLOW_TORCH.sub("", "".join(parts)))
 
 
 def test_the_example(tmp_path: Path) -> None:
