@@ -26,7 +26,7 @@ TORCH = ("2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.15.0")
 PYTHON = ("3.11", "3.12", "3.13")
 
 LONGEST = 7200.0
-"""Seconds after which a part is given up: tests/real takes ten minutes on two processors with nothing else to do."""
+"""Seconds after which a part is given up: tests/real takes half an hour on two processors that others use, too."""
 
 NOT_TRIED = "not tried"
 
