@@ -18,7 +18,7 @@ import pytest
 
 from .job import SLOW_TORCH
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
 
 STORIES = sorted((Path(__file__).parent / "launch_stories").glob("*.txt"))
 COMMAND = "$ python program.py\n"

@@ -27,6 +27,7 @@ DEADLINE = 100.0  # seconds for one script; most take two
 _COMMAND = re.compile(r"^<!-- produces: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDS_TORCH = ("torch", "Tensor", '"doctor"')
+_NEEDS_WHOLE_TORCH = ("DataLoader", "DistributedDataParallel")
 PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search(page(code)))}
 
 
@@ -48,8 +49,11 @@ def test_the_script_of_a_page_produces_its_code(
     files = _FILE.findall(page(code))
     for name, text in files:
         (tmp_path / name).write_text(text)
-    if not any(word in text for _, text in files for word in _NEEDS_TORCH):
+    text = "".join(text for _, text in files)
+    if not any(word in text for word in _NEEDS_TORCH):
         request.getfixturevalue("without_torch")
+    elif not any(word in text for word in _NEEDS_WHOLE_TORCH):
+        request.getfixturevalue("torch_for_groups")
     python = shlex.quote(sys.executable)
     command = re.sub(r"(?<![\w/-])rallypoint run", f"{python} -P -m rallypoint run", PAGES[code])
     command = re.sub(r"(?<![\w/-])python script", f"{python} script", command)
