@@ -233,8 +233,11 @@ def of_process(pid: int, kind: str) -> list[str]:
 
 
 def our_threads() -> list[str]:
+    """Return the names of the threads of this process's clients; a server here has its own."""
     return sorted(
-        thread.name for thread in threading.enumerate() if thread.name.startswith("rallypoint: ")
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name in ("rallypoint: keep-alive", "rallypoint: log")
     )
 
 
