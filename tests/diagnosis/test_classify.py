@@ -284,6 +284,15 @@ def test_where_torch_did_not_come_to() -> None:
     )
     assert reachability.where(ping, meets("env://", "[::1]:29500")) == ("::1", 29500)
     assert reachability.where(ping, None) is None
+    older = fetched(
+        "RuntimeError",
+        'nonce == returnedNonce INTERNAL ASSERT FAILED at "/pytorch/torch/csrc/distributed/c10d/TCPStore.cpp":426, '
+        "please report a bug to PyTorch. Ping failed, invalid nonce returned",
+    )  # torch 2.8
+    assert reachability.where(older, meets("env://", "[::1]:29500")) == ("::1", 29500)
+    words = reachability.of_words(older, meets("tcp://h:8080", "h:8080"))
+    assert words is not None
+    assert (words.address, words.first, words.outcome) == ("h:8080", b"", "answered")
     assert reachability.where(fetched("ValueError", "x"), meets("env://", "127.0.0.1:1")) is None
     assert reachability.place(meets("file:///a", "/a")) is None
     words = reachability.of_words(ping, meets("tcp://h:8080", "h:8080"))

@@ -49,7 +49,7 @@ _CONNECTING = re.compile(
     re.IGNORECASE,
 )
 _PING_FAILED = re.compile(
-    r"Ping failed, invalid value returned from server\. Expected: \d+, Got: (-?\d+)"
+    r"Ping failed, invalid (?:nonce returned|value returned from server\. Expected: \d+, Got: (-?\d+))"
 )
 _BROKEN = re.compile(
     r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE
@@ -134,7 +134,8 @@ def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
     if found is None:
         return None
     host, port = (place(meeting) if meeting is not None else None) or ("the meeting point", 0)
-    first = struct.pack("<I", int(found[1]) & 0xFFFFFFFF)
+    # torch 2.8 does not say what it read.
+    first = struct.pack("<I", int(found[1]) & 0xFFFFFFFF) if found[1] else b""
     return Reached(host, port, (Tried(address_of(host, port), "answered", first=first),))
 
 
@@ -306,7 +307,8 @@ def _judged(
         return "address-unreachable", f"{could_not} {how}", names, (see, leave_out)
     holders = _holders(case, reached)
     if outcome == "answered":
-        said = f"met a foreign service at {address}: it answered {probe.shown(reached.first)}"
+        answered = f": it answered {probe.shown(reached.first)}" if reached.first else ""
+        said = f"met a foreign service at {address}{answered}"
         why = holders[0] if holders else "what answers there is no store of torch's"
         other = Help(f"choose a port that no other service has{f' ({line})' if line else ''}")
         return "store-foreign", said, why, (other, leave_out)
