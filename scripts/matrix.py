@@ -168,6 +168,7 @@ def attempt(torch: str, python: str, parts: Sequence[str], logs: Path) -> dict[s
         environment |= {
             "PYTHON": found,
             "RALLYPOINT_TORCH": f"torch=={torch}",
+            "RALLYPOINT_WHOLE_TORCH": "1",
             "XDG_STATE_HOME": str(Path(folder) / "state"),
         }
 

@@ -143,8 +143,10 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def torch_for_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start jobs whose programs need process groups and plain tensors with less of torch; see
     `torch_for_groups/torch`. Tests of such a file may need none of torch, or the whole of it.
+    scripts/matrix sets RALLYPOINT_WHOLE_TORCH: there, no test goes without a part of torch.
     """
-    if "without_torch" not in request.fixturenames and not request.node.get_closest_marker(
+    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH") or request.node.get_closest_marker(
         "whole_torch"
-    ):
+    )
+    if "without_torch" not in request.fixturenames and not whole:
         _torch_from("torch_for_groups", monkeypatch)
