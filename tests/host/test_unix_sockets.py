@@ -75,7 +75,7 @@ def test_the_lock_s_descriptor_is_given_back(place: Path) -> None:
     sock, path = make()
     sock.close()
     unix_sockets.remove(str(path))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_the_first_place_that_will_do(

@@ -30,7 +30,7 @@ def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_ser
     if heard:
         assert not attempt.has_host_answered(), "whoever was to serve has ended"
     attempt.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_port_is_this_process_s_until_its_host_is_forked() -> None:

@@ -821,7 +821,7 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
     assert pump.close()
     for fd in [null, *ends]:
         os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_worker_has_the_columns_beside_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_descriptors_that_belong_to_nothing_are_closed(server: Server, near: Raw
     for _ in range(50):
         near.ask(Ping, fds=(fd,))
     os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_too_many_descriptors_close_the_connection(server: Server, near: Raw) -> None:
@@ -566,7 +566,7 @@ def test_descriptors_of_strangers_are_not_kept(server: Server, near: Raw) -> Non
             and clock.elapsed() < DEADLINE
         ):
             near.ask(Ping)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         os.close(fd)
 
 

@@ -133,7 +133,7 @@ def test_a_lead_that_gets_too_few_threads_leaves_nothing(
     assert claim is not None
     settings = Settings("7", "none", SECRET, 2.0, 20.0, 0, None, 0, 30.0, 30.0, "train.py")
     applicant = Applicant("0", "gpu00", 100, 1, 2, Versions("1", "", "3.11"), "")
-    before = len(os.listdir("/proc/self/fd")) - 1
+    before = len(os.listdir("/proc/self/fd")) - 1  # what an earlier test left may go meanwhile
     faults: list[Exception] = []
     monkeypatch.setattr(threading.Thread, "start", begin)
     try:
@@ -145,7 +145,7 @@ def test_a_lead_that_gets_too_few_threads_leaves_nothing(
         lead.close(1.0)
     for thread in started[:threads]:
         thread.join(20.0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert faults == []
 
 
