@@ -33,6 +33,7 @@ HALVES = (
     "eighth",
     "ninth",
     "tenth",
+    "eleventh",
     "developed",
 )
 

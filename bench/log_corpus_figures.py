@@ -20,6 +20,7 @@ NAMES = {
     "eighth": "eighth set, excerpts, mended after its first reading",
     "ninth": "ninth set, excerpts, mended after its first reading",
     "tenth": "tenth set, excerpts, mended after its first reading",
+    "eleventh": "eleventh set, excerpts, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

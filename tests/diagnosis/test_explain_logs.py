@@ -473,6 +473,7 @@ def test_ranks_that_were_in_different_calls_are_named_once() -> None:
         "10.164.15.249 [0] ",
         "pod/a-0 trainer: ",
         "<3>: ",
+        "[1/train/2 (pid 12)] ",
     ],
 )
 def test_whatever_stands_before_the_frames_of_a_traceback_is_a_prefix(prefix: str) -> None:
@@ -498,6 +499,49 @@ def test_a_prefix_with_a_clock_names_nobody() -> None:
     lines = TRACEBACK.format("KeyError: 'lr'").splitlines()
     report = _told("".join(f"<07:00:0{i}> {line}\n" for i, line in enumerate(lines)))[0]
     assert report.headline == "the program raised KeyError: 'lr'"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "ERROR 2025-01-15T11:03:07.776877384Z [resource.labels.taskName: workerpool0-0] ",
+        "ERROR\t2023-05-24 10:11:12 +0000\tworkerpool0-0\t",
+        "[2023-01-01, 12:00:00 UTC] {subprocess.py:93} INFO - ",
+        "[trace]: 2023-01-01 12:00:00,123: rank0[123][MainThread]: ERROR: ",
+        "2023-01-01 12:00:00.123 | ERROR    | __main__:main:10 - ",
+        "[NeMo E 2023-01-01 12:00:00 train:10] ",
+        "stern-web-0 web ",
+        "web\t",
+        "| ",
+        "[1/1] currentAttempt done. Last Error: USER::",
+        "train (3.10)\tRun\t2024-05-01T12:00:00.1234567Z ",
+    ],
+)
+def test_a_prefix_of_any_form_that_a_whole_traceback_has(prefix: str) -> None:
+    lines = TRACEBACK.format("KeyError: 'lr'").splitlines()
+    report = _told("step 1\n" + "".join(f"{prefix}{line}\n" for line in lines))[0]
+    assert (report.code, report.headline) == ("rank-raised", "the program raised KeyError: 'lr'")
+    assert "t.py:4" in report.where
+    ranked = _told("".join(f"{prefix}[rank5]: {line}\n" for line in lines))[0]
+    assert (ranked.headline, ranked.ranks) == ("rank 5 raised KeyError: 'lr'", (5,))
+
+
+def test_words_that_another_process_wrote_before_a_frame_are_no_prefix() -> None:
+    """Two ranks wrote into one another, twice in the same way."""
+    torn = '    return f(x)  File "/srv/a.py", line 3, in f\n'
+    last = "    return f(x)\nRuntimeError: shapes differ\n"
+    first = 'Traceback (most recent call last):\n  File "/srv/t.py", line 1, in g\n'
+    report = _told(f"{first}{torn}{torn}{last}")[0]
+    assert (report.code, report.headline[-13:]) == ("rank-raised", "shapes differ")
+
+
+def test_the_ranks_of_a_smaller_group_are_not_those_of_the_job() -> None:
+    """NCCL names the rank that speaks first, by its number in the group."""
+    words = "ncclInvalidUsage: x.\n{}Last error:\n{}Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 6000\n"
+    for speaker, ranks in (("[rank2]: ", (2,)), ("[rank0]: ", (0, 1)), ("", (0, 1))):
+        log = f"{speaker}torch.distributed.DistBackendError: NCCL error in: a.cpp:7, invalid usage\n{speaker}"
+        report = _told(log + words.format(speaker, speaker))[0]
+        assert (report.code, report.ranks) == ("device-shared", ranks)
 
 
 def test_a_traceback_behind_other_words_in_its_line() -> None:
@@ -756,6 +800,37 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
             "rank-crashed",
         ),
         ("ExecuteUserScriptError: ", "cause-unknown"),
+        (
+            "The replica workerpool0-0 exited with a non-zero status of 3. Termination",
+            "rank-exited",
+        ),
+        ("The replica ps 1 exited with a non-zero status of 139. Termination", "rank-crashed"),
+        (
+            "The replica master 0 ran out-of-memory and exited with a non-zero status of 9(SIGKILL)",
+            "rank-out-of-memory",
+        ),
+        ("0s0n9esxgd0u45[error]worker exited with exit code 136", "rank-crashed"),
+        ("ERROR: Job 7 failed with return code list: [137, 1, 137]", "rank-exited"),
+        ("ERROR: Job 7 failed with return code list: [0, 137]", "rank-killed"),
+        ("      Exit Code:    137", "rank-killed"),
+        ("The actor is dead because its node has died. Node Id: 1f", "node-lost"),
+        (
+            "The node with node id: 1f and ip: 10.0.0.1 has been marked dead because the detector has missed too many heartbeats from it.",
+            "node-lost",
+        ),
+        ("job preempted (node failure)", "node-lost"),
+        (
+            "        An attempt has been made to start a new process before the",
+            "main-unguarded",
+        ),
+        (
+            "n1:7:9 [0] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-a to 96 bytes",
+            "rank-out-of-memory",
+        ),
+        (
+            "n1:7:9 [0] NCCL WARN Error: failed to extend /dev/shm/nccl-a to 96 bytes, error: Operation not permitted (1)",
+            "nccl-failed",
+        ),
         ("Exception: expected value at line 1 column 1", "rank-raised"),
         (
             "Too many open files. Communication with the workers is no longer possible. Please increase",
@@ -778,6 +853,7 @@ def test_words_of_vendors(line: str, code: str) -> None:
         "HTTP 200 https://example.org/ ok",
         "ExitCode 0",
         "Exit code: 0",
+        "      Exit Code:    0",
         "> a quotation with **bold: words**",
         "    | epoch 3 | loss 0.1",
         "n1:7:9 [0] NCCL INFO NET/Plugin: Failed to find ncclNetPlugin_v9 symbol.",

@@ -173,7 +173,7 @@ _ALONE = (
     "port-in-use", "port-forbidden", "group-twice", "group-missing", "parameters-unused",
     "cuda-forked", "kernel-failed", "device-missing", "device-busy", "device-shared",
     "cuda-init-failed", "gpu-not-built-for", "gpu-memory", "variable-missing", "shared-memory", "host-memory",
-    "loader-killed", "sizes-differ", "calls-differ", "models-differ", "calls-mismatched",
+    "loader-killed", "sizes-differ", "calls-differ", "models-differ", "calls-mismatched", "main-unguarded",
 )  # fmt: skip
 
 

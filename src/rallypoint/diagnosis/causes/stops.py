@@ -176,6 +176,9 @@ _UNKNOWN_WORDS = "these words name no cause that is known here"
 def interrupted_in_log(stop: Sighting) -> Report:
     """Tell that somebody, or the end of the job's time, stopped it, by a log."""
     by, number = stop.end.by, stop.end.signal
+    if by == "A NODE":
+        why = f"the log says: {cut(stop.text.strip(), 200)}"
+        return Report("node-lost", "a node of the job was lost", why=why, logs=stop.place.shown)
     helps = []
     what = "the job was stopped by Ctrl-C"
     if by == "TIME LIMIT":

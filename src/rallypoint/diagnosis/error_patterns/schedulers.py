@@ -176,6 +176,12 @@ _LINES = (
         by="Open MPI",
     ),
     _line("Caught signal ", r"\] Caught signal (?P<signal>\d+) \(", by="UCX"),
+    _line(
+        "out-of-memory",
+        r"\bThe replica [\w-]+(?: \d+)? ran out-of-memory and exited",
+        Sign.KILLED_FOR_MEMORY,
+        "the kernel",
+    ),
     _line("OOMKilled", r"\bOOMKilled\b", Sign.KILLED_FOR_MEMORY, "the kernel"),
     _line("Out Of Memory", _SRUN + "Out Of Memory", Sign.KILLED_FOR_MEMORY, "srun"),
     _line(
@@ -227,12 +233,21 @@ _LINES = (
     _line(
         "exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True
     ),
+    _line(
+        "ed with ",  # Google's services, RunPod, SkyPilot: it ends the other nodes with 137
+        r"(?:\bThe replica [\w-]+(?: \d+)? exited with a non-zero status of"
+        r"|^\S{0,100}\[error\]worker exited with exit code"
+        r"|^ERROR: Job \w+ failed with return code list: \[(?:(?:0|137),? )*(?<=[\[ ])(?=\d))"
+        r" ?(?P<code>[1-9]\d*)\b",
+        by="the service that ran it",
+        first=True,
+    ),
     # Python's number of a signal
     _line("Exit code: -", r"(?:^|\] )Exit code: (?P<code>-[1-9]\d?)$", by="SGLang", first=True),
     _line(
-        "xit",
-        r"(?:^ExitCode|AlgorithmError: Exit Code:) (?P<code>[1-9]\d*)$",
-        by="SageMaker",
+        "xit",  # SageMaker; kubectl describe
+        r"(?:^ExitCode |AlgorithmError: Exit Code: |^\s{0,40}Exit Code: {2,20})(?P<code>[1-9]\d*)$",
+        by="the service that ran it",
         first=True,
     ),
     _line(
@@ -294,6 +309,13 @@ _LINES = (
         "CANCELLED AT",  # with its reason
         r"CANCELLED AT \S+ DUE (?:TO (?P<by>\w[\w ]*?)|to SIGNAL (?P<name>\w+))(?:, SEE [\w ]+)? \*\*\*",
         Sign.INTERRUPTED,
+    ),
+    _line(  # Ray, PBS
+        "ode ",
+        r"\bbecause its node has died\.|\bThe node with .{1,400} marked dead because the \w+ has missed"
+        r"|^job preempted \(node failure\)",
+        Sign.INTERRUPTED,
+        "A NODE",
     ),
     _line("Node failure", r"^srun: error: Node failure on \S+", Sign.INTERRUPTED, "NODE FAILURE"),
     _line(

@@ -8,10 +8,7 @@ from __future__ import annotations
 import re
 
 CAUSES = {
-    "main-unguarded": re.compile(
-        r"An attempt has been made to start a new process before the\s+current process has finished"
-        r" its bootstrapping phase"
-    ),
+    "main-unguarded": re.compile(r"An attempt has been made to start a new process before the"),
     "variable-missing": re.compile(r"environment variable (\w+) expected, but not set"),
     "parameter-missing": re.compile(
         r"(?:using (?P<scheme>\w+):// rendezvous: )?\b(?P<name>rank|world[ _]size) parameter missing"

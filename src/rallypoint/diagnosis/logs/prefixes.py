@@ -70,8 +70,10 @@ _SPEAKERS = (
     ),
     (
         "{} pid {}",
-        re.compile(r"\(([A-Za-z_]\w{0,60}) pid=(\d{1,9})(?:, ip=[\d.]{1,40})?\) ?"),
-    ),  # Ray, vLLM
+        re.compile(
+            r"\(([A-Za-z_]\w{0,60})(?:, rank=\d{1,5})?,? pid=(\d{1,9})(?:, ip=[\d.]{1,40})?\) ?"
+        ),
+    ),  # Ray, vLLM, SkyPilot with the number of the node
 )
 """Names that prefixes give, and the forms of these prefixes."""
 
@@ -109,31 +111,30 @@ _BEFORE_FRAMES = re.compile(
     r"(?P<prefix>(?:\S{1,40} ){0,2}(?:\S{1,60}[:>\]]|\S{1,60} *\|) ?)"
     r"(?=(?:\[rank\d+\]: ?)?(?:  File \"[^\"]+\", line \d+|Traceback \(most recent call last\):))"
 )
+_FRAMES = re.compile(r"(?:\[rank\d+\]: ?)?(?:  File \"|Traceback \(most recent call last\):)")
 _CLOCK = re.compile(r"\d:\d\d:\d\d")
 MOST_PREFIXES = 64  # forms of prefixes that one log may have
+LONGEST_PREFIX = 200  # characters
 
 
 class Prefixes:
     """Prefixes that nobody here knows. Whatever stands before a frame of a traceback is one:
     "trainer-2:", "web  |", "10.0.0.4 [0]". Every line that begins with it, or with what differs
-    from it by its numbers alone, has one, too; one that tells the time names nobody."""
+    from it by its numbers alone, has one, too; one that tells the time names nobody. Nor does one
+    of another form, which counts where it stands before the first line of the traceback, too:
+    "ERROR 2026-01-15T11:03:07Z [resource.labels.taskName: workerpool0-0] "."""
 
     def __init__(self) -> None:
         self._known: dict[str, re.Pattern[str]] = {}
+        self._carried: set[str] = set()  # forms of what names nobody
+        self._head = ""  # the form of what stands before a traceback's first line
 
     def split(self, text: str) -> tuple[Speaker, str]:
         """Part a line by known prefixes, and by those that this log has shown so far."""
         speaker, said = split(text)
         if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
-            found = _BEFORE_FRAMES.match(said)
-            if found is not None:
-                prefix = re.sub(
-                    r"\[rank\d+\]: ?$", "", found["prefix"]
-                )  # torch's own, which names the speaker
-                form = re.sub(r"\d+", r"\\d+", re.escape(prefix))
-                if prefix:
-                    self._known.setdefault(form, re.compile(form))
-        for known in self._known.values():
+            self._learn(said)
+        for form, known in self._known.items():
             if (found := known.match(said)) is not None:
                 inner, rest = split(said[found.end() :])
                 if inner.known:
@@ -141,11 +142,27 @@ class Prefixes:
                 mark = found[0].rstrip()
                 named = (
                     speaker
-                    if speaker.known or _CLOCK.search(mark)
+                    if speaker.known or form in self._carried or _CLOCK.search(mark)
                     else Speaker(-1, mark.rstrip(" :|>"), mark)
                 )
                 return named, rest
         return speaker, said
+
+    def _learn(self, said: str) -> None:
+        """Note what stands before a frame, where it has the form of a prefix, or stood before the
+        first line of the traceback, too.
+        """
+        found = _BEFORE_FRAMES.match(said)
+        prefix = found["prefix"] if found is not None else _FRAMES.split(said, maxsplit=1)[0]
+        prefix = re.sub(r"\[rank\d+\]: ?$", "", prefix)  # torch's own, which names the speaker
+        form = re.sub(r"\d+", r"\\d+", re.escape(prefix))
+        if not prefix.strip() or len(prefix) > LONGEST_PREFIX:
+            return
+        if found is None and "Traceback" in said:
+            self._head = form
+        elif found is not None or form == self._head:
+            self._known.setdefault(form, re.compile(form))
+            self._carried.update({form} if found is None else ())
 
 
 def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:

@@ -352,8 +352,11 @@ def _numbers(sighting: Sighting) -> list[int]:
     """List the ranks that a sighting is about, [-1] when the log does not tell."""
     numbers = {_rank(sighting), *sighting.ranks}
     shared, *own = (pattern.findall(sighting.error.message) for pattern in _NAMED_RANKS)
-    numbers.update(int(number) for pair in shared for number in pair)
-    if _rank(sighting) < 0:
+    # NCCL names the rank that speaks first. Where that is another, it counts in a smaller group.
+    unnamed = _rank(sighting) < 0
+    pairs = (pair for pair in shared if unnamed or str(_rank(sighting)) in pair)
+    numbers.update(int(number) for pair in pairs for number in pair)
+    if unnamed:
         numbers.update(int(number) for found in own for number in found)
     return sorted(numbers - {-1}) or [-1]
 
