@@ -809,6 +809,17 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
             "The replica master 0 ran out-of-memory and exited with a non-zero status of 9(SIGKILL)",
             "rank-out-of-memory",
         ),
+        ("ERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.", "rank-crashed"),
+        ("ERROR:composer.cli.launcher:Global rank 0 (PID 7) exited with code 3", "rank-exited"),
+        (
+            "Container rank 0 status failed cmd ['/usr/bin/python3', 'a.py'] code -6 log log/a.0.log",
+            "rank-crashed",
+        ),
+        ("/a/b.py:7: UserWarning: it may fail: CUDA Out of Memory errors", "cause-unknown"),
+        (
+            "/a/torch/cuda/__init__.py:107: UserWarning: CUDA initialization: Found no NVIDIA driver on your system.",
+            "device-missing",
+        ),
         ("0s0n9esxgd0u45[error]worker exited with exit code 136", "rank-crashed"),
         ("ERROR: Job 7 failed with return code list: [137, 1, 137]", "rank-exited"),
         ("ERROR: Job 7 failed with return code list: [0, 137]", "rank-killed"),

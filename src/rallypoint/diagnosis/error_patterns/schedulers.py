@@ -234,6 +234,18 @@ _LINES = (
         "exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True
     ),
     _line(
+        "composer.cli.launcher:",
+        r"\b[Rr]ank (?P<rank>\d+) (?:\(PID (?P<pid>\d+)\) )?(?:crashed|exited) with (?:exit )?code (?P<code>-?\d+)",
+        by="Composer",
+        first=True,
+    ),
+    _line(
+        "status failed cmd",
+        r"^Container rank (?P<local>\d+) status failed cmd .{1,4000} code (?P<code>-?\d+) log ",
+        by="Paddle",
+        first=True,
+    ),
+    _line(
         "ed with ",  # Google's services, RunPod, SkyPilot: it ends the other nodes with 137
         r"(?:\bThe replica [\w-]+(?: \d+)? exited with a non-zero status of"
         r"|^\S{0,100}\[error\]worker exited with exit code"
@@ -444,9 +456,10 @@ _RESTARTS = re.compile(
 )
 _NCCL_WARNING = re.compile(r"NCCL WARN (?P<words>.+)$")
 # A line that itself says that it is no failure, or that quotes: help texts, configuration, the
-# source line in a traceback.
+# source line in a traceback, a warning of Python's that is not of CUDA.
 NO_FAILURE = re.compile(
-    r"\b(raise|except|assert|warnings?\.warn|print|logger?\.\w+)\b ?[\w.(]*\(|\bIf you\b|--help|retry(ing)?\b|\bskip(ped|ping)?\b"
+    r"\b(raise|except|assert|warnings?\.warn|print|logger?\.\w+)\b ?[\w.(]*\(|\bIf you\b|--help"
+    r"|:\d+: \w{0,40}Warning: (?!CUDA|Can't)|retry(ing)?\b|\bskip(ped|ping)?\b"
 )
 # A line that speaks of a failure plainly, whatever program wrote it. Not every "error": a metric
 # has that name, and a number behind it.
