@@ -260,7 +260,7 @@ open({str(end)!r}).read()
 
     def join(act: Callable[[subprocess.Popen[bytes]], None]) -> None:
         endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        job = ["--nnodes", "2", "-n", "2", *endpoint, "--secret-file", str(key), "--stall", "1"]
+        job = ["--nnodes", "2", "-n", "2", *endpoint, "--secret-file", str(key), "--stall", "3"]
         nodes.append(run_job([*job, script.name], state=tmp_path, cwd=script.parent, act=act))
 
     join(lambda process: join(let_go_on))
