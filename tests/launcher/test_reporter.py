@@ -21,7 +21,7 @@ from rallypoint.launcher.agent.console import Console
 from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.reporter import Reporter
-from rallypoint.launcher.job_diagnosis import Diagnosis, job_evidence
+from rallypoint.launcher.job_diagnosis import Diagnosis, FailedAttempt
 from rallypoint.launcher.plan import alone
 from rallypoint.launcher.protocol import ImportFailed
 from rallypoint.record.disk_writer import DiskWriter
@@ -205,12 +205,12 @@ def test_the_end_of_an_attempt_is_that_of_its_own_cause() -> None:
     """The lead judges one attempt after the other: the second one ended with the first one's exit
     status.
     """
-    diagnosis = Diagnosis()
+    diagnosis = Diagnosis(plan(nproc=2))
     killed = RankEvidence(0, 0, 1, "running", ended=Ended(signal=9, at=1.0))
     ended = (RankEvidence(1, 1, 2, "running", ended=Ended(3, at=1.0)), killed)
     judged = [
         diagnosis.judge(
-            job_evidence(plan(nproc=2), (NodeEvidence(ranks),), world_size=2, attempt=attempt),
+            FailedAttempt({0: NodeEvidence(ranks)}, world_size=2, attempt=attempt),
             all_again=again,
         )
         for attempt, again, ranks in (

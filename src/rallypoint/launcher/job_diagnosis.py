@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from rallypoint.diagnosis import rendezvous_mismatch, root_cause
+from rallypoint.diagnosis.causes.nodes import with_unheard
 from rallypoint.diagnosis.evidence import JobEvidence, LostNode, NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
 from rallypoint.diagnosis.report import Report
@@ -17,41 +19,19 @@ from rallypoint.launcher import exception_capture
 from rallypoint.launcher.plan import Plan
 
 
-def job_evidence(
-    plan: Plan,
-    nodes: Iterable[NodeEvidence],
-    *,
-    world_size: int,
-    lost: Iterable[LostNode] = (),
-    unheard: Iterable[str] = (),
-    attempt: int = 0,
-    held_address: str = "",
-    interrupted_by: str = "",
-    overdue: float = 0.0,
-    stop_reason: str = "",
-) -> JobEvidence:
-    """Return what the rules of diagnosis are given. `nodes`: those that have answered; `lost`:
-    those that are gone; `unheard`: hosts of others. The rest is as in `JobEvidence`.
-    """
-    return JobEvidence(
-        program=exception_capture.sayable(plan.program.target),
-        world_size=world_size,
-        nodes=tuple(sorted(nodes, key=lambda one: one.node)),
-        lost=tuple(sorted(lost, key=lambda one: one.node)),
-        unheard=tuple(sorted(unheard)),
-        attempt=attempt,
-        max_restarts=plan.max_restarts,
-        held_address=held_address,
-        interrupted_by=interrupted_by,
-        overdue=overdue,
-        stop_reason=stop_reason,
-        on_failure=plan.on_failure,
-        function=plan.task is not None,
-        behind=plan.behind,
-        moved=plan.moved,
-        folder=folder_of_task(plan),
-        python=shlex.quote(sys.executable) if sys.executable else "",
-    )
+class FailedAttempt(NamedTuple):
+    """All that is known about an attempt that has failed, beside the plan."""
+
+    evidence: Mapping[int, NodeEvidence]  # by node: of those that have answered
+    lost: tuple[LostNode, ...] = ()
+    unheard: tuple[str, ...] = ()  # hosts of nodes that live and told nothing in time
+    misfit: Misfit | None = None  # why the ranks could not meet; their errors came after it
+    because: str = ""
+    signal: str = ""  # that ended the job from outside
+    world_size: int = 1
+    attempt: int = 0
+    held_address: str = ""  # where the ranks meet
+    overdue: float = 0.0  # seconds that the job was given, when they are over
 
 
 def folder_of_task(plan: Plan) -> str:
@@ -75,26 +55,46 @@ class Judgement(msgspec.Struct, frozen=True):
 class Diagnosis:
     """Rules of diagnosis beside what they have told so far of the present attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._attempt = 0
         self._told: set[int] = set()  # ranks with a failure that stands in a report
         self._reports: tuple[Report, ...] = ()
 
-    def judge(
-        self, job: JobEvidence, misfit: Misfit | None = None, *, all_again: bool = True
-    ) -> Judgement:
-        """Return what comes of the evidence. `misfit`: why the ranks could not meet; their errors
-        came after it. Unless `all_again`, only what is new in this attempt.
-        """
+    def judge(self, failed: FailedAttempt, *, all_again: bool = True) -> Judgement:
+        """Return what comes of the evidence. Unless `all_again`, only what is new in this attempt."""
+        plan = self._plan
+        job = JobEvidence(
+            program=exception_capture.sayable(plan.program.target),
+            world_size=failed.world_size,
+            nodes=tuple(failed.evidence[node] for node in sorted(failed.evidence)),
+            lost=tuple(sorted(failed.lost, key=lambda one: one.node)),
+            unheard=tuple(sorted(failed.unheard)),
+            attempt=failed.attempt,
+            max_restarts=plan.max_restarts,
+            held_address=failed.held_address,
+            interrupted_by=failed.signal,
+            overdue=failed.overdue,
+            stop_reason=failed.because,
+            on_failure=plan.on_failure,
+            function=plan.task is not None,
+            behind=plan.behind,
+            moved=plan.moved,
+            folder=folder_of_task(plan),
+            python=shlex.quote(sys.executable) if sys.executable else "",
+        )
         if job.attempt != self._attempt:
             self._attempt, self._told, self._reports = job.attempt, set(), ()
         before = tuple(self._told)
         self._told |= {rank.rank for rank in job.ranks if root_cause.has_failed(rank)}
         followed: tuple[str, ...] = ()
-        if misfit is not None:
-            reports: tuple[Report, ...] = (rendezvous_mismatch.report(misfit, job),)
+        problems = [self._of_problem(node) for node in job.nodes if node.problem is not None]
+        if problems:
+            reports: tuple[Report, ...] = (problems[0],)
+        elif failed.misfit is not None:
+            reports = (rendezvous_mismatch.report(failed.misfit, job),)
         elif not before or all_again:
-            reports = root_cause.diagnose(job)
+            reports = with_unheard(root_cause.diagnose(job), job.unheard)
         else:
             blamed = {rank for report in self._reports for rank in report.ranks}
             news = root_cause.news(job, before, blamed)
@@ -108,3 +108,11 @@ class Diagnosis:
             first.exit_status,
             root_cause.same_again(first),
         )
+
+    def _of_problem(self, node: NodeEvidence) -> Report:
+        """Return the report on a node where no rank could be started."""
+        problem = node.problem
+        assert problem is not None
+        if self._plan.nodes is None:
+            return problem
+        return msgspec.structs.replace(problem, headline=f"on {node.host} {problem.headline}")

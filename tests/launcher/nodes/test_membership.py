@@ -17,8 +17,8 @@ from rallypoint.clusters.secret_source import key_path
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
+from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint
-from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead_runner import LeadRunner, Settings, StoodStill
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.job import Job
     from rallypoint.launcher.agent.other_nodes import OtherNodes
     from rallypoint.launcher.agent.process_handles import RankHandle
-    from rallypoint.launcher.job_diagnosis import Judgement
     from rallypoint.launcher.rendezvous_file import RendezvousFile
     from rallypoint.world import Seat
 
@@ -258,7 +257,7 @@ class Agent:
         offset = self.others.offset if self.others is not None else 0.0
         reporter = Reporter(plan, seat, clock, folder, writer, console, offset=offset)
         self._loop, self._console, self._reporter = Loop(clock), console, reporter
-        self._diagnosis = Diagnosis()
+        self._diagnosis = Diagnosis(plan)
         decider = supervisor.Supervisor(
             seat.ranks,
             alone=self.others is None,
@@ -405,64 +404,50 @@ class Agent:
 
     def _make_report(self, action: MakeReport) -> None:
         """Gather the evidence, judge it, show the reports. With other nodes the lead judges."""
-        from rallypoint.diagnosis import root_cause
+        from rallypoint.diagnosis.evidence import NodeEvidence
+        from rallypoint.launcher.job_diagnosis import FailedAttempt
 
-        job, reporter, others = self.job, self._reporter, self.others
+        job, reporter, others, reason = self.job, self._reporter, self.others, action.reason
         if others is not None:
             others.failing(action.because)
-        if action.reason == "isolated" and others is not None:
-            reports = others.show_loss()
-        elif job.problem is not None and action.reason == "start":
-            reports = reporter.of_problem(job.problem)
-            if others is not None:
-                others.judge_problem(reports[0])
+            if reason == "isolated":
+                others.show_loss()
                 return
-            reports = reporter.show(reports)
-        elif (found := self._judgement(action)) is not None:
-            reports = reporter.show(found.reports, found.followed)
-        else:
-            return
-        job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
-
-    def _judgement(self, action: MakeReport) -> Judgement | None:
-        """Return the judgement on what has happened, by the evidence of this node; None when the
-        lead, which is told of it, judges.
-        """
-        from rallypoint.launcher.job_diagnosis import job_evidence
-
-        job, others, reason = self.job, self.others, action.reason
         misfit = job.rendezvous.cause_of_all() if reason == "failure" else None
         of_members = misfit is not None or reason == "interrupted"
         # The living ranks of a job that goes on when ranks fail were not asked for their stacks.
         asked = self.plan.on_failure != "continue" or reason in ("interrupted", "overdue")
-        here = job.evidence.gather(
-            job.members if of_members else job.ranks,
-            asked=asked,
-            told=self._reporter.told,
-            helper=job.lost if reason == "helper" else None,
-            reached=job.rendezvous.reached,
-            node=job.seat.node,
-        )
-        self._reporter.has_gathered(here)
+        if reason == "start" and job.problem is not None:
+            here = NodeEvidence(node=job.seat.node, host=os.uname().nodename, problem=job.problem)
+        else:
+            here = job.evidence.gather(
+                job.members if of_members else job.ranks,
+                asked=asked,
+                told=reporter.told,
+                helper=job.lost if reason == "helper" else None,
+                reached=job.rendezvous.reached,
+                node=job.seat.node,
+            )
+            reporter.has_gathered(here)
         if others is not None and reason != "overdue":
             others.judge(here)
-            return None
-        evidence = job_evidence(
-            self.plan,
-            (here,),
+            return
+        failed = FailedAttempt(
+            {here.node: here},
+            misfit=misfit,
+            because=action.because,
+            signal=self.signalled_by if reason == "interrupted" else "",
             world_size=job.size if of_members else job.seat.world.size,
             attempt=job.supervisor.attempt,
             held_address=job.attempt.held,
-            interrupted_by=self.signalled_by if reason == "interrupted" else "",
             overdue=self._overdue if reason == "overdue" else 0.0,
-            stop_reason=action.because,
         )
-        found = self._diagnosis.judge(evidence, misfit, all_again=asked)
-        if others is None:
-            return found
-        # The lead does not know how long this node's caller waits.
-        others.judge(msgspec.structs.replace(here, problem=found.reports[0]))
-        return None
+        found = self._diagnosis.judge(failed, all_again=asked)
+        if others is not None:  # the lead does not know how long this node's caller waits
+            others.judge(msgspec.structs.replace(here, problem=found.reports[0]))
+            return
+        reporter.show(found.reports, found.followed)
+        job.feed(supervisor.Judged(found.status, found.same))
 
     def _clean_up(self, action: supervisor.CleanUp) -> None:
         """End what the ranks left running, and this attempt's host. Every rank has ended."""

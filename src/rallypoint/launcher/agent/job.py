@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rallypoint.diagnosis import render
 from rallypoint.diagnosis.evidence import Ended, HelperLost
+from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.event_loop import Loop
 from rallypoint.launcher.agent.supervisor import Action, JobEvent, State, Supervisor
 from rallypoint.launcher.plan import Plan
 
 if TYPE_CHECKING:
-    from rallypoint.diagnosis.report import Report
     from rallypoint.errors import RallypointError
     from rallypoint.launcher.agent.attempt import Attempt
     from rallypoint.launcher.agent.console import Console
@@ -76,7 +77,7 @@ class Job:
         self.evidence = evidence
         self.request = request  # the call of `launch` that the job carries out
         self.others = others  # of a job on several nodes
-        self.problem: RallypointError | Report | None = None  # why nothing could be started
+        self.problem: Report | None = None  # why nothing could be started
         self.lost: HelperLost | None = None
         self._act = act
 
@@ -145,5 +146,5 @@ class Job:
 
     def impossible(self, problem: RallypointError | Report, because: str = "") -> None:
         """End the job because it cannot be started."""
-        self.problem = problem
+        self.problem = problem if isinstance(problem, Report) else render.report_of(problem)
         self.feed(supervisor.Impossible(because or str(problem)))

@@ -19,7 +19,7 @@ import msgspec
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import render
+from rallypoint.diagnosis import render, root_cause
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.node_evidence import cut
 from rallypoint.diagnosis.rank_snapshot import RankStanding, stalled
@@ -32,8 +32,9 @@ from rallypoint.launcher.agent.console import say_directly, shares_screen
 from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
 from rallypoint.launcher.agent.launch_request import LaunchRequest, StoppedWhileJoining
 from rallypoint.launcher.agent.results_elsewhere import ResultsElsewhere, pieces
+from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint
-from rallypoint.launcher.nodes.judgement import FailedAttempt, judge
+from rallypoint.launcher.nodes.judgement import judge
 from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, StoodStill, looked
 from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
 from rallypoint.launcher.nodes.messages import (
@@ -405,11 +406,6 @@ class OtherNodes:
         if self._sentence is not None:
             self._pass_sentence(loop.now)
 
-    def judge_problem(self, problem: Report) -> None:
-        """Send why no rank could be started on this node."""
-        host = os.uname().nodename
-        self.judge(NodeEvidence(node=self._job.seat.node, host=host, problem=problem))
-
     def _pass_sentence(self, now: float) -> None:
         """Show the lead's report, or this node's own when the lead's does not come."""
         job = self._job
@@ -434,13 +430,14 @@ class OtherNodes:
             brief=render.in_one_line(first, seat.node, host) if self._shares_screen() else "",
         )
 
-    def show_loss(self) -> tuple[Report, ...]:
-        """Show the report on the end of the conversation with the lead; return the attempt's."""
+    def show_loss(self) -> None:
+        """Show the report on the end of the conversation with the lead."""
         report, seat = self._report_of_loss(), self._job.seat
         host, folder = os.uname().nodename, self._job.reporter.run_dir
         report = msgspec.structs.replace(report, logs=(f"{host}:{folder}",) if folder else ())
         here = render.own_part(report, seat.node, host, seat.ranks, None)
-        return self._job.reporter.show((report,), here=here)
+        first = self._job.reporter.show((report,), here=here)[0]
+        self._job.feed(supervisor.Judged(first.exit_status, root_cause.same_again(first)))
 
     def _report_of_loss(self) -> Report:
         """Return that report, with what a look at the lead's host and at other nodes shows."""

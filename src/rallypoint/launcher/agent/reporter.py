@@ -15,7 +15,6 @@ from rallypoint.clock import Clock
 from rallypoint.diagnosis import render, root_cause
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.report import Help, Report, Said
-from rallypoint.errors import RallypointError
 from rallypoint.host import termination_log
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
@@ -152,10 +151,6 @@ class Reporter:
         """Keep of this node's evidence what later questions need, whoever judges it."""
         self.told |= {rank.rank for rank in here.ranks if root_cause.has_failed(rank)}
         self._error_files |= {one.rank: one.error_file for one in here.ranks if one.error_file}
-
-    def of_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
-        """Return the report on why nothing could be started."""
-        return (problem if isinstance(problem, Report) else render.report_of(problem),)
 
     def show(
         self,

@@ -24,11 +24,11 @@ from rallypoint.errors import RallypointError
 from rallypoint.host import ports, threads
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking, set_for_signs_of_life
+from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import joining, lead, messages
 from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll, TellNodes
 from rallypoint.launcher.nodes.endpoint import Claim
 from rallypoint.launcher.nodes.joining import Joining, NodeEvent
-from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead import Lead
 from rallypoint.launcher.nodes.messages import (
     Applicant,

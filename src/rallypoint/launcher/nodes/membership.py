@@ -21,8 +21,8 @@ from rallypoint.host import threads
 from rallypoint.host.interfaces import interfaces
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
+from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint, messages, refusals
-from rallypoint.launcher.nodes.judgement import FailedAttempt
 from rallypoint.launcher.nodes.lead_runner import (
     LOOK_TIMEOUT,
     LeadRunner,
