@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rallypoint.diagnosis import classify, confidence, reachability, stacks, tracebacks
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
-from rallypoint.diagnosis.causes import children, endings, exceptions, gpus, nodes, resources, stops
+from rallypoint.diagnosis.causes import endings, exceptions, gpus, nodes, resources, stops
 from rallypoint.diagnosis.causes.case import Case, placed
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.confidence import answers, doubt_in_log
@@ -405,27 +405,6 @@ def _for_memory(job: JobEvidence, rank: RankEvidence, pid: int) -> Hashable:
     return node.node if resources.for_memory(node.memory, pid) else None
 
 
-def _raised(case: Case, error: Raised | None) -> Report:
-    """Tell of an exception that left the program."""
-    assert error is not None
-    rank = case.first
-    if (foreign := reachability.of_words(error, rank.meeting)) is not None:
-        reached = case.node.reached
-        if reached is None or reached.outcome != "answered":
-            reached = foreign
-        return reachability.report(case, reached, error)
-    # torch says it a moment later: in the rank's last words, or in what its signal handler raised
-    # over the exception that began the chain. Or a moment before: what the handler raises in the
-    # middle of a library is sometimes caught there, and only logged.
-    gone = classify.fits("producer-gone", error)
-    worker = classify.says_loader_killed((*rank.said, *error.traceback.splitlines()))
-    if worker is not None and (gone or worker[0] in classify.loader_gone(error.message)):
-        return children.loader_killed(case, error, *worker)
-    if gone and any(classify.says("files-exhausted", line) for line in rank.said):
-        return resources.files_exhausted(case, error)
-    return exceptions.raised(case, error)
-
-
 def _handled(case: Case, error: Raised | None) -> Report:
     """Tell of a failure after which the same process went on, by a log."""
     if error is not None:
@@ -438,15 +417,15 @@ def _handled(case: Case, error: Raised | None) -> Report:
 ACCOUNTS: dict[Kind, Callable[[Case, Raised | None], Report]] = {
     Kind.NOT_RUN: endings.not_run,
     Kind.KILLED: endings.killed,
-    Kind.RAISED: _raised,
+    Kind.RAISED: exceptions.raised,
     Kind.CRASHED: endings.crashed,
     Kind.SWALLOWED: exceptions.swallowed,
     Kind.LEAVING: exceptions.on_its_way,
     Kind.EXITED: endings.exited,
-    Kind.NCCL: _raised,
+    Kind.NCCL: exceptions.raised,
     Kind.ABORTED: endings.crashed,
     Kind.HANDLED: _handled,
-    Kind.DOUBTFUL: _raised,
+    Kind.DOUBTFUL: exceptions.raised,
 }
 
 

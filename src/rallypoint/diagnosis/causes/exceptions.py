@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import classify, stacks, tracebacks
+from rallypoint.diagnosis import classify, reachability, stacks, tracebacks
 from rallypoint.diagnosis.causes import children, collectives, gpus, rendezvous, resources
 from rallypoint.diagnosis.causes.case import (
     Case,
@@ -26,8 +26,24 @@ from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
 
-def raised(case: Case, error: Raised) -> Report:
+def raised(case: Case, error: Raised | None) -> Report:
     """Tell of an exception that left the program: by what it says, one of several codes."""
+    assert error is not None
+    rank = case.first
+    if (foreign := reachability.of_words(error, rank.meeting)) is not None:
+        reached = case.node.reached
+        if reached is None or reached.outcome != "answered":
+            reached = foreign
+        return reachability.report(case, reached, error)
+    # torch says it a moment later: in the rank's last words, or in what its signal handler raised
+    # over the exception that began the chain. Or a moment before: what the handler raises in the
+    # middle of a library is sometimes caught there, and only logged.
+    gone = classify.fits("producer-gone", error)
+    worker = classify.says_loader_killed((*rank.said, *error.traceback.splitlines()))
+    if worker is not None and (gone or worker[0] in classify.loader_gone(error.message)):
+        return children.loader_killed(case, error, *worker)
+    if gone and any(classify.says("files-exhausted", line) for line in rank.said):
+        return resources.files_exhausted(case, error)
     if error.code:
         return _known(case, error)
     if (inside := tracebacks.in_process(error)) is not None:
