@@ -85,20 +85,19 @@ class Diagnosis:
         )
         if job.attempt != self._attempt:
             self._attempt, self._told, self._reports = job.attempt, set(), ()
-        before = tuple(self._told)
-        self._told |= {rank.rank for rank in job.ranks if root_cause.has_failed(rank)}
         followed: tuple[str, ...] = ()
         problems = [self._of_problem(node) for node in job.nodes if node.problem is not None]
         if problems:
             reports: tuple[Report, ...] = (problems[0],)
         elif failed.misfit is not None:
             reports = (rendezvous_mismatch.report(failed.misfit, job),)
-        elif not before or all_again:
+        elif not self._told or all_again:
             reports = with_unheard(root_cause.diagnose(job), job.unheard)
         else:
             blamed = {rank for report in self._reports for rank in report.ranks}
-            news = root_cause.news(job, before, blamed)
+            news = root_cause.news(job, self._told, blamed)
             reports, followed = news.reports, news.followed
+        self._told |= {rank.rank for rank in job.ranks if root_cause.has_failed(rank)}
         self._reports = root_cause.cause_first((*self._reports, *reports))
         first = self._reports[0]
         return Judgement(

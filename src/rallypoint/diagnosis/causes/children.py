@@ -8,7 +8,7 @@ import signal as signals
 from rallypoint.diagnosis import classify, stacks
 from rallypoint.diagnosis.causes import resources
 from rallypoint.diagnosis.causes.case import Case, likely, process_ids, resident, was, where
-from rallypoint.diagnosis.causes.report_form import told
+from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import CRASHES, crash_words, first_line, named, signal_name
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.report import Help, Report
@@ -27,7 +27,7 @@ def producer_gone(case: Case, error: Raised) -> Report:
         headline = f"{_workers(case)} did not hand over {'its batch' if len(case.ranks) == 1 else 'their batches'}: {named(error)}"
         memory = case.node.memory
         killed = process_ids(memory.killed_pids) if memory.killed_pids else ""
-        return told(
+        return account(
             case,
             "producer-gone",
             headline,
@@ -41,7 +41,7 @@ def producer_gone(case: Case, error: Raised) -> Report:
     doubt = (
         "the producer is gone, or its thread that serves tensors is (out of descriptors: ulimit -n)"
     )
-    return told(
+    return account(
         case,
         "producer-gone",
         f"{case.subject} took a tensor {what}: {named(error)}",
@@ -118,9 +118,11 @@ def loader_killed(case: Case, error: Raised, pid: int, number: int) -> Report:
     headline = f"{_workers(case)} {did}"
     if in_log is not None:
         at = where(case, rank, error) if own else ""
-        return told(case, code, headline, error, why=why, evidence=evidence, help=helps, where=at)
+        return account(
+            case, code, headline, error, why=why, evidence=evidence, help=helps, where=at
+        )
     at = f"pid {pid}, a worker of pid {rank.pid}"
-    return told(
+    return account(
         case, code, headline, error, why=why, evidence=evidence, help=helps, where=at, said=()
     )
 
@@ -134,7 +136,7 @@ def loader_was_killed(case: Case, error: Raised) -> Report:
 
 def not_pickled(case: Case, error: Raised) -> Report:
     """Tell that the function or the arguments of a process that is spawned cannot be a pickle."""
-    return told(
+    return account(
         case,
         "launch-argument",
         f"{case.subject} gave a new process something that cannot be pickled: {first_line(error.message)}",
@@ -160,7 +162,7 @@ def main_unguarded(case: Case, error: Raised) -> Report:
     # mp.spawn gives the function its rank, and multiprocessing.Process does not.
     spawned = any("spawn(" in frame.source for frame in error.frames)
     launch = f"rallypoint.launch(work, nproc=2{', pass_rank=True' if spawned else ''})"
-    return told(
+    return account(
         case,
         "main-unguarded",
         f"the program starts processes whenever it is imported, so those that {case.subject} spawned ended at once",

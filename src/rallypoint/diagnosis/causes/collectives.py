@@ -16,7 +16,7 @@ from rallypoint.diagnosis.causes.case import (
     subject,
     was,
 )
-from rallypoint.diagnosis.causes.report_form import account, timeline, told
+from rallypoint.diagnosis.causes.report_form import account, timeline
 from rallypoint.diagnosis.causes.wording import HEADLINE_MESSAGE, cut, listed, named
 from rallypoint.diagnosis.evidence import Frame, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Collective, Sighting
@@ -92,7 +92,7 @@ def sizes_differ(case: Case, error: Raised) -> Report:
     """
     found = classify.words_of("sizes-differ", error)
     ended = case.first.ended
-    return told(
+    return account(
         case,
         "collective-mismatch",
         f"{case.subject} got {found[1]} bytes in {error.call or 'a collective'} where its own call had room for {found[2]}",
@@ -124,7 +124,7 @@ def calls_differ(case: Case, error: Raised) -> Report:
         headline = (
             f"{ranks_phrase((int(rank), int(peer)))} were in {kind} with tensors that do not match"
         )
-    return told(
+    return account(
         case,
         "collective-mismatch",
         headline,
@@ -148,7 +148,7 @@ def models_differ(case: Case, error: Raised) -> Report:
         why = (
             "a model without parameters is also what a rank seems to have when their exchange broke"
         )
-    return told(
+    return account(
         likely(case) if nothing else case,
         "collective-mismatch",
         f"rank {rank} gave DDP a model of {number} parameters, rank {other} one of {others}",
@@ -184,7 +184,7 @@ def calls_mismatched(case: Case, error: Raised) -> Report:
     write = Help(
         "or let NCCL write down each call", "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=COLL"
     )
-    return told(
+    return account(
         case,
         "collective-mismatch",
         headline,
@@ -319,7 +319,7 @@ def nccl_failed(case: Case, error: Raised) -> Report:
             Help("give the container more of it", "docker run --shm-size=8g ..."),
             more,
         ]
-    return told(
+    return account(
         case if case.confidence != "certain" else likely(case),
         "nccl-failed",
         f"NCCL failed in {case.subject}: {cut(words, HEADLINE_MESSAGE)}",
@@ -356,7 +356,7 @@ def parameters_unused(case: Case, error: Raised) -> Report:
     ]
     if not names:
         helps.insert(0, Help("see their names", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"))
-    return told(
+    return account(
         case,
         "parameters-unused",
         f"DDP in {case.subject} waits for gradients that the last step did not make",

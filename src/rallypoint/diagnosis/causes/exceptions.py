@@ -19,7 +19,7 @@ from rallypoint.diagnosis.causes.case import (
     whereabouts,
 )
 from rallypoint.diagnosis.causes.exception_help import help_for
-from rallypoint.diagnosis.causes.report_form import account, timeline, told
+from rallypoint.diagnosis.causes.report_form import account, timeline
 from rallypoint.diagnosis.causes.wording import HEADLINE_OURS, first_line, listed, named
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
@@ -54,7 +54,7 @@ def raised(case: Case, error: Raised | None) -> Report:
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
     headline = f"{case.subject} raised {named(error)}"
-    return told(case, "rank-raised", headline, error, help=help_for(error, case.job))
+    return account(case, "rank-raised", headline, error, help=help_for(error, case.job))
 
 
 def _no_input(case: Case, error: Raised) -> Report:
@@ -63,7 +63,7 @@ def _no_input(case: Case, error: Raised) -> Report:
     if case.job.function:
         why = "a rank's standard input is /dev/null"
     ask = "ask in that rank alone, or before, and give the others the answer"
-    return told(
+    return account(
         case,
         "rank-raised",
         f"{case.subject} raised {named(error)}",
@@ -90,7 +90,7 @@ def swallowed(case: Case, error: Raised | None) -> Report:
     if any(not stacks.library(frame) for frame in error.frames):
         evidence.insert(0, f"{seen} at {stacks.place(error.frames, case.root)}")
     at = f"{stacks.describe(clause, case.root)}, pid {rank.pid}" if clause else ""
-    return told(
+    return account(
         case,
         "error-swallowed",
         f"{case.subject} {did}",
@@ -148,7 +148,7 @@ def _start_failed(case: Case, error: Raised) -> Report:
             else Help(install, f"{python_of(case.job)} -m pip install -e .")
         ]
     located = error.frames or error.filename
-    return told(
+    return account(
         case,
         "start-failed",
         f"{case.job.program} cannot be started: {named(error)}",
@@ -254,7 +254,7 @@ def library_differs(case: Case, error: Raised) -> Report:
             Help(look, 'echo "$LD_LIBRARY_PATH"'),
             Help("and install what this torch wants", f"{python} -m pip check"),
         ]
-    return told(
+    return account(
         case,
         "versions-differ",
         f"{library.rpartition('/')[2]} misses {symbol}: {built}",

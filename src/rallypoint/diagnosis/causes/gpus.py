@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rallypoint.diagnosis.causes.case import Case, again, likely, python_of, subject
-from rallypoint.diagnosis.causes.report_form import account, told
+from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import first_line, listed, named
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Help, Report
@@ -26,7 +26,7 @@ def kernel_failed(case: Case, error: Raised) -> Report:
     words = first_line(error.message)
     if "uncorrectable ECC error" in error.message:
         replaced = "reset that GPU, or have it replaced if it happens again"
-        return told(
+        return account(
             case,
             "cuda-kernel-failed",
             f"the memory of a GPU failed in {case.subject}: uncorrectable ECC error",
@@ -46,7 +46,7 @@ def kernel_failed(case: Case, error: Raised) -> Report:
         if re.search(r"[Ii]ndex|t >= 0|cur_target", asserted[2]):
             why = "an index lies outside of what it points into: a label, a token or an embedding's row that is not there"
     again = "run once more with each kernel waited for: then the traceback has the line"
-    return told(
+    return account(
         case,
         "cuda-kernel-failed",
         f"a CUDA kernel failed in {case.subject}: {what}",
@@ -96,7 +96,7 @@ def device_missing(case: Case, error: Raised) -> Report:
         look = "-c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"
         helps.append(Help("see what torch finds", f"{python_of(case.job)} {look}"))
     headline = f"{case.subject} asked for a device that is not there: {named(error)}"
-    return told(case, "device-missing", headline, error, why=why, evidence=facts, help=helps[:3])
+    return account(case, "device-missing", headline, error, why=why, evidence=facts, help=helps[:3])
 
 
 def cuda_init_failed(case: Case, error: Raised) -> Report:
@@ -118,7 +118,7 @@ def cuda_init_failed(case: Case, error: Raised) -> Report:
     elif "mismatch" in problem:
         load = "the driver was updated while the old one is loaded: load the new one"
         helps = [Help(load, "sudo reboot")]
-    return told(
+    return account(
         case,
         "cuda-init-failed",
         f"CUDA could not be started in {case.subject}: {named(error)}",
@@ -131,7 +131,7 @@ def cuda_init_failed(case: Case, error: Raised) -> Report:
 
 def not_built_for(case: Case, error: Raised) -> Report:
     """Tell that torch, or an extension of it, holds no kernels for the GPU that is there."""
-    return told(
+    return account(
         case,
         "versions-differ",
         f"what {case.subject} runs was not built for its GPU: {named(error)}",
@@ -153,7 +153,7 @@ def device_busy(case: Case, error: Raised) -> Report:
     other_gpus = f"{others} {again(case.job, 'gpu')}"
     if case.job.function:
         other_gpus = f"export {others}"
-    return told(
+    return account(
         case,
         "device-busy",
         f"{case.subject} did not get its GPU: {named(error)}",
@@ -209,7 +209,7 @@ def device_shared(case: Case, error: Raised | None) -> Report:
     facts = (*evidence, *(found.facts() if found is not None else ()))
     helps = (own, Help(allow, 'dist.init_process_group("gloo")'))
     if error is not None:
-        return told(case, "device-shared", headline, error, why=why, evidence=facts, help=helps)
+        return account(case, "device-shared", headline, error, why=why, evidence=facts, help=helps)
     where = first.line if first is not None else ""
     return account(
         case, "device-shared", headline, where=where, why=why, evidence=facts, help=helps
@@ -245,7 +245,7 @@ def cuda_before_fork(case: Case, error: Raised) -> Report:
             Help(hand_over, "batch = batch.to(device, non_blocking=True)"),
             Help("or give it workers that start anew", anew),
         ]
-    return told(
+    return account(
         case,
         "cuda-before-fork",
         f"{case.subject} used CUDA in a process that was forked after CUDA was up",
@@ -259,7 +259,7 @@ def cuda_perhaps_forked(case: Case, error: Raised) -> Report:
     """Tell that CUDA could not be started in a child of `multiprocessing`, of which it is not known
     how it was started.
     """
-    return told(
+    return account(
         likely(case),
         "cuda-before-fork",
         f"{case.subject} could not start CUDA in a process of multiprocessing, as when that was forked after CUDA was up",
@@ -271,7 +271,7 @@ def cuda_perhaps_forked(case: Case, error: Raised) -> Report:
 
 def npu_busy(case: Case, error: Raised) -> Report:
     """Tell that Ascend's driver says that an earlier job may still have the device."""
-    return told(
+    return account(
         likely(case),
         "device-busy",
         f"{case.subject} did not get its NPU: an earlier job still has it, says its driver",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes.case import Case, likely
-from rallypoint.diagnosis.causes.report_form import account, told
+from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import first_line, listed
 from rallypoint.diagnosis.error_patterns import python
 from rallypoint.diagnosis.evidence import Meeting, Raised
@@ -60,7 +60,7 @@ def stale_file(case: Case, error: Raised, path: str) -> Report:
     """Tell of a refused connection behind a file:// rendezvous: the file names processes that are
     gone.
     """
-    return told(
+    return account(
         case,
         "store-file-stale",
         f"the rendezvous file {path} sent {case.subject} to processes that are gone",
@@ -77,7 +77,7 @@ def group_twice(case: Case, error: Raised) -> Report:
     """Tell of init_process_group in a process that has its default group."""
     first = case.first.meeting.line if case.first.meeting else ""
     why = error.why or ((f"an earlier call is at {first}",) if first else ())
-    return told(
+    return account(
         case,
         "group-twice",
         f"{case.subject} called init_process_group a second time",
@@ -93,7 +93,7 @@ def parameter_missing(case: Case, error: Raised) -> Report:
     """Tell of an init_method that names a place alone, and no rank or world_size beside it."""
     found = classify.words_of("parameter-missing", error)
     name, scheme = found["name"].replace(" ", "_"), found["scheme"] or "tcp"
-    return told(
+    return account(
         case,
         "init-method-invalid",
         f"{case.subject} gave init_process_group an address ({scheme}://), and no {name}",
@@ -115,7 +115,7 @@ def parameter_missing(case: Case, error: Raised) -> Report:
 def store_waits(case: Case, error: Raised) -> Report:
     """Tell of a TCPStore of the program's own that waits for more processes than there are."""
     came, every = classify.came_short(error.message) or (0, 0)
-    return told(
+    return account(
         case,
         "world-size-differs",
         f"{case.subject} made a TCPStore that waits for {every} processes, and {came} came",
@@ -140,7 +140,7 @@ _LEAVE_OUT = Help(
 
 def url_incomplete(case: Case, error: Raised) -> Report:
     """Tell of an init_method without what torch needs: a host, a port, a path."""
-    return told(
+    return account(
         case,
         "init-method-invalid",
         f"init_method names no {classify.url_lacks(error)}",
@@ -163,7 +163,7 @@ def scheme_unknown(case: Case, error: Raised) -> Report:
         meet = "let the ranks meet in a file that all of them can reach, and that is not there yet"
         helps = (Help(meet, "init_method='file:///D:/meet/here'"),)
     headline = f"init_method begins with {scheme}://, which this torch does not know"
-    return told(case, "init-method-invalid", headline, error, why=why, help=helps)
+    return account(case, "init-method-invalid", headline, error, why=why, help=helps)
 
 
 def address_cut(case: Case, error: Raised) -> Report:
@@ -171,7 +171,7 @@ def address_cut(case: Case, error: Raised) -> Report:
     found = classify.words_of("address-cut", error)
     whole, piece = int(found[1]), int(found[2])
     size = "a smaller" if piece < whole else "another"
-    return told(
+    return account(
         likely(case),
         "world-size-differs",
         f"gloo got an address of {piece} bytes, where each has {whole}: a peer was given {size} world_size",
@@ -189,7 +189,7 @@ def host_unresolved(case: Case, error: Raised) -> Report:
     host = found["host"] if found is not None else ""
     asked = '"$MASTER_ADDR"'
     what = f"the name in {host}" if host else "the host at which the ranks are to meet"
-    return told(
+    return account(
         case,
         "address-unresolved",
         f"{what} has no address here",
@@ -209,7 +209,7 @@ def ssh_unresolved(case: Case, error: Raised) -> Report:
         slots = "name the host without its slots: a hostfile has them in a column of its own"
         help = Help(slots, f"mpirun -H {alone} ...")
     headline = f"the host name {host} has no address here, says ssh"
-    return told(case, "address-unresolved", headline, error, why=why, help=(help,))
+    return account(case, "address-unresolved", headline, error, why=why, help=(help,))
 
 
 def ssh_failed(case: Case, error: Raised) -> Report:
@@ -217,7 +217,7 @@ def ssh_failed(case: Case, error: Raised) -> Report:
     host = classify.words_of("ssh-failed", error)["host"]
     headline = f"{host} could not be reached by ssh, which starts the processes there"
     help = Help("see what ssh itself says", f"ssh -o BatchMode=yes {host} true")
-    return told(case, "address-unreachable", headline, error, help=(help,))
+    return account(case, "address-unreachable", headline, error, help=(help,))
 
 
 def port_forbidden(case: Case, error: Raised) -> Report:
@@ -228,7 +228,7 @@ def port_forbidden(case: Case, error: Raised) -> Report:
         (int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0
     )
     if port >= FIRST_FREE:
-        return told(
+        return account(
             case,
             "port-unavailable",
             f"{case.subject} may not listen on port {port}: a rule of the machine's forbids it",
@@ -242,7 +242,7 @@ def port_forbidden(case: Case, error: Raised) -> Report:
                 Help("or try another port, or leave it out: rallypoint holds a free one"),
             ),
         )
-    return told(
+    return account(
         case,
         "port-forbidden",
         f"{case.subject} may not listen on {f'port {port}: it is for privileged users' if port else 'an address: permission denied'}",
@@ -264,7 +264,7 @@ def group_missing(case: Case, error: Raised) -> Report:
         if error.call not in ("", "get_default_group", "get_group_size")
         else "a call of torch.distributed"
     )
-    return told(
+    return account(
         case,
         "group-missing",
         f"{case.subject} used torch.distributed before init_process_group, or after destroy_process_group",
@@ -288,7 +288,7 @@ def variable_missing(case: Case, error: Raised) -> Report:
     variable = found[1]
     line = case.first.meeting.line if case.first.meeting is not None else ""
     ours = bool(case.job.held_address)  # rallypoint set them all
-    return told(
+    return account(
         case,
         "env-missing",
         f"{variable} is not set in {case.subject}, and init_process_group reads it",
@@ -319,7 +319,7 @@ def variable_missing(case: Case, error: Raised) -> Report:
 def interface_missing(case: Case, error: Raised) -> Report:
     """Tell that gloo was to use a network interface that is not there."""
     name = classify.words_of("interface-missing", error)[1]
-    return told(
+    return account(
         case,
         "interface-missing",
         f"gloo in {case.subject} was to use the network interface {name}, which has no address here",
@@ -379,7 +379,7 @@ def port_in_use(case: Case, error: Raised) -> Report:
                     f"ss -ltnp 'sport = :{port}'" if port else "ss -ltnp",
                 ),
             )
-    return told(
+    return account(
         case,
         "port-in-use",
         f"{case.subject} could not listen on {which}: it is in use",

@@ -43,38 +43,38 @@ class Fields(TypedDict, total=False):
     exit_status: int
 
 
-def account(case: Case, code: str, headline: str, **fields: Unpack[Fields]) -> Report:
-    """Make a report about a case: its ranks, their logs, and what became of the others."""
+def account(
+    case: Case, code: str, headline: str, error: Raised | None = None, **fields: Unpack[Fields]
+) -> Report:
+    """Make a report about a case: its ranks, their logs, and what became of the others. `error`:
+    the exception that it is about, which is quoted.
+    """
+    evidence, help = tuple(fields.pop("evidence", ())), tuple(fields.pop("help", ()))
+    if error is not None:
+        rank, why = case.first, fields.get("why", "")
+        room = TRACEBACK_LINES - sum(1 + len(one.command.splitlines()) for one in help)
+        quoted = traceback_said(rank, error, max(room, TRACEBACK_LINES_LEAST))
+        if not why and case.confidence != "certain":
+            why = "its words may speak of another rank, or of something else that broke"
+        elif not (why or quoted or evidence):
+            source = stacks.own_frame(error.frames)
+            if source is not None and source.source:
+                why = f"the line there: {cut(source.source)}"
+        ended = rank.ended
+        if error.caught_at is None and ended is not None and ended.signal and not rank.sent:
+            evidence += (f"its process then ended by {signal_name(ended.signal)}",)
+        fields = {"said": quoted, "where": where(case, rank, error), **fields, "why": why}
     report = Report(
         code,
         headline,
         confidence=case.confidence,
-        evidence=tuple(fields.pop("evidence", ())),
+        evidence=evidence,
         then=case.then,
-        help=tuple(fields.pop("help", ())),
+        help=help,
         logs=logs(case),
         ranks=case.numbers,
     )
     return replace(report, **fields)
-
-
-def told(case: Case, code: str, headline: str, error: Raised, **fields: Unpack[Fields]) -> Report:
-    """Make a report about an exception."""
-    rank, why = case.first, fields.get("why", "")
-    evidence, help = tuple(fields.get("evidence", ())), tuple(fields.get("help", ()))
-    room = TRACEBACK_LINES - sum(1 + len(one.command.splitlines()) for one in help)
-    quoted = traceback_said(rank, error, max(room, TRACEBACK_LINES_LEAST))
-    if not why and case.confidence != "certain":
-        why = "its words may speak of another rank, or of something else that broke"
-    elif not (why or quoted or evidence):
-        source = stacks.own_frame(error.frames)
-        if source is not None and source.source:
-            why = f"the line there: {cut(source.source)}"
-    if error.caught_at is None and rank.ended is not None and rank.ended.signal and not rank.sent:
-        evidence += (f"its process then ended by {signal_name(rank.ended.signal)}",)
-    known: Fields = {"said": quoted, "where": where(case, rank, error), **fields}
-    known |= {"why": why, "evidence": evidence, "help": help}
-    return account(case, code, headline, **known)
 
 
 def of_end(case: Case, code: str, headline: str, **fields: Unpack[Fields]) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes.case import Case, again, likely, pids, resident, was
 from rallypoint.diagnosis.causes.gpus import strangers_of
-from rallypoint.diagnosis.causes.report_form import of_end, told
+from rallypoint.diagnosis.causes.report_form import account, of_end
 from rallypoint.diagnosis.causes.wording import cut, named
 from rallypoint.diagnosis.evidence import JobEvidence, MemoryEvidence, Raised
 from rallypoint.diagnosis.report import Help, Report
@@ -114,7 +114,7 @@ def ask_the_kernel(memory: MemoryEvidence) -> list[Help]:
 def files_exhausted(case: Case, error: Raised) -> Report:
     """Tell of a rank, or a process of its own, that has no descriptor left."""
     has, it = ("has", "it") if len(case.ranks) == 1 else ("have", "they")
-    return told(
+    return account(
         case,
         "files-exhausted",
         f"{case.subject} {has} as many files open as {it} may have: {named(error)}",
@@ -164,7 +164,7 @@ def memory_refused(case: Case, error: Raised) -> Report:
             why = "semaphores and shared blocks of multiprocessing are files there"
         else:
             helps.append(Help("or start fewer loader processes", "DataLoader(..., num_workers=0)"))
-    return told(
+    return account(
         case,
         "rank-out-of-memory",
         f"{case.subject} ran out of {_WHAT[kind]}: {named(error)}",
@@ -203,7 +203,7 @@ def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
         look = "print the sizes in that line: together they need more memory than there is"
         helps = [Help(look, "breakpoint()")]
     headline = f"{case.subject} asked for {size(wanted)} of memory at once, and did not get it"
-    return told(case, "rank-out-of-memory", headline, error, why=why, help=helps)
+    return account(case, "rank-out-of-memory", headline, error, why=why, help=helps)
 
 
 def less_memory(job: JobEvidence) -> list[Help]:
