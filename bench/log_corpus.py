@@ -34,6 +34,7 @@ HALVES = (
     "ninth",
     "tenth",
     "eleventh",
+    "twelfth",
     "developed",
 )
 

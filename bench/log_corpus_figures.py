@@ -21,6 +21,7 @@ NAMES = {
     "ninth": "ninth set, excerpts, mended after its first reading",
     "tenth": "tenth set, excerpts, mended after its first reading",
     "eleventh": "eleventh set, excerpts, mended after its first reading",
+    "twelfth": "twelfth set, excerpts, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

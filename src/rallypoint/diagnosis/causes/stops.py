@@ -176,8 +176,8 @@ _UNKNOWN_WORDS = "these words name no cause that is known here"
 def interrupted_in_log(stop: Sighting) -> Report:
     """Tell that somebody, or the end of the job's time, stopped it, by a log."""
     by, number = stop.end.by, stop.end.signal
+    why = f"the log says: {cut(stop.text.strip(), 200)}"
     if by == "A NODE":
-        why = f"the log says: {cut(stop.text.strip(), 200)}"
         return Report("node-lost", "a node of the job was lost", why=why, logs=stop.place.shown)
     helps = []
     what = "the job was stopped by Ctrl-C"
@@ -185,6 +185,8 @@ def interrupted_in_log(stop: Sighting) -> Report:
         word = next(word for word in _MORE_TIME if word in stop.text)
         what = f"{_MORE_TIME[word][0]} stopped the job: its time was over"
         helps = [Help("ask for more time", _MORE_TIME[word][1])]
+    elif by == schedulers.SERVICE:
+        what = f"{by} stopped the job"
     elif by:
         what = f"Slurm stopped the job: {by.lower()}"
     elif "CANCELLED AT" in stop.text:
@@ -198,7 +200,8 @@ def interrupted_in_log(stop: Sighting) -> Report:
         helps = [Help("start it so that it outlives the terminal", "tmux new -s train")]
     elif number and number != signals.SIGINT:
         what = f"the launcher was stopped by {signal_name(number)}"
-    return Report("interrupted", what, help=tuple(helps), logs=stop.place.shown)
+    why = why if by == schedulers.SERVICE else ""
+    return Report("interrupted", what, why=why, help=tuple(helps), logs=stop.place.shown)
 
 
 def reported(headline: Sighting) -> Report:

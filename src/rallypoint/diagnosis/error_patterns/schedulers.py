@@ -119,10 +119,9 @@ def _line(
 
 
 # What a library starts, and no rank is.
-_TOOL = (
-    r"Command '(?:\[')?(?:[^\s']{0,200}/)?(?:gcc|g\+\+|cc|c\+\+|clang|nvcc|hipcc|ninja|make|cmake"
-    r"|git|ldconfig|nvidia-smi)(?![\w.-])"
-)
+_TOOLS = r"(?:gcc|g\+\+|cc|c\+\+|clang|nvcc|hipcc|ninja|make|cmake|git|ldconfig|nvidia-smi)"
+_TOOL = rf"Command '(?:\[')?(?:[^\s']{{0,200}}/)?{_TOOLS}(?![\w.-])"
+SERVICE = "the service that ran it"
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 _LINES = (
     _line(
@@ -145,6 +144,17 @@ _LINES = (
         "the kubelet",
     ),
     _line("TERM_MEMLIMIT", r"^TERM_MEMLIMIT: job killed", Sign.KILLED_FOR_MEMORY, "LSF"),
+    *(
+        _line(
+            word,  # HTCondor, Moab, YARN, Dask
+            r"\b(?:[Jj]ob|[Cc]ontainer|[Ww]orker|[Tt]ask|[Pp]od)\b(?: [\w.]+){0,9}? "
+            r"(?:over|hold(?: by \w+)? due to|(?<!may have )exceed(?:ed|ing|s))(?: [\w%]+){0,2}? (?:memory|MEM)\b"
+            r"(?: \w+){0,2}? (?:limits?|budget|usage)\b",
+            Sign.KILLED_FOR_MEMORY,
+            SERVICE,
+        )
+        for word in (" memory ", " MEM ")
+    ),
     _line(
         " exceed",
         r"^(?:=>> PBS: job killed: \w*mem \S+ exceed|Job exceeded a memory resource limit)",
@@ -182,7 +192,7 @@ _LINES = (
         Sign.KILLED_FOR_MEMORY,
         "the kernel",
     ),
-    _line("OOMKilled", r"\bOOMKilled\b", Sign.KILLED_FOR_MEMORY, "the kernel"),
+    _line("OOMKilled", r"\bOOMKilled\b(?!\W{1,3}false)", Sign.KILLED_FOR_MEMORY, "the kernel"),
     _line("Out Of Memory", _SRUN + "Out Of Memory", Sign.KILLED_FOR_MEMORY, "srun"),
     _line(
         "srun: error",
@@ -225,12 +235,6 @@ _LINES = (
         first=True,
     ),
     _line(
-        "exited with code 137",
-        r"^\S{1,200} exited with code (?P<code>137)$",
-        by="docker compose",
-        first=True,
-    ),
-    _line(
         "exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True
     ),
     _line(
@@ -246,20 +250,35 @@ _LINES = (
         first=True,
     ),
     _line(
-        "ed with ",  # Google's services, RunPod, SkyPilot: it ends the other nodes with 137
-        r"(?:\bThe replica [\w-]+(?: \d+)? exited with a non-zero status of"
-        r"|^\S{0,100}\[error\]worker exited with exit code"
-        r"|^ERROR: Job \w+ failed with return code list: \[(?:(?:0|137),? )*(?<=[\[ ])(?=\d))"
-        r" ?(?P<code>[1-9]\d*)\b",
-        by="the service that ran it",
+        "ed with ",  # whoever ran it; SkyPilot ends the other nodes with 137
+        r"(?:^ERROR: Job \w+ failed with return code list: \[(?:(?:0|137),? )*(?<=[\[ ])"
+        # of docker compose's containers another one may be meant
+        rf"|^(?!\S{{1,200}} exited with code (?!137$)|.{{0,1000}}(?:(?:'|\b(?:ssh|pip|Command|{_TOOLS})) (?:exited|failed)|\bretried\b))"
+        r".{0,1000}? (?:(?:exited|terminated) with (?:an? )?(?:non-zero |error )?(?:exit |return )?(?:code|status)"
+        r"|(?:failed|completed) with (?:an? )?(?:non-zero )?(?:(?:exit|return) (?:code|status)|SystemExit))"
+        r"(?: of)?[ :=(]{1,3})(?P<code>-?[1-9]\d*)\b",
+        by=SERVICE,
+        first=True,
+    ),
+    _line(
+        "ignal",  # PALS, Dask, Celery, GPUStack
+        r"(?:\b[Rr]ank (?P<rank>\d+) )?\b(?<!be )(?:died|killed|exited|terminated)(?: \(code: \d+,)?(?: \w+)? '?signal:? ?(?P<signal>\d+)\b",
+        by=SERVICE,
+        first=True,
+    ),
+    _line(
+        "SIG",  # Airflow, supervisord
+        r"(?:\breturn code Negsignal\.|\bsignal_name=\"|\(terminated by )(?P<name>SIG\w+)",
+        by=SERVICE,
         first=True,
     ),
     # Python's number of a signal
     _line("Exit code: -", r"(?:^|\] )Exit code: (?P<code>-[1-9]\d?)$", by="SGLang", first=True),
     _line(
-        "xit",  # SageMaker; kubectl describe
-        r"(?:^ExitCode |AlgorithmError: Exit Code: |^\s{0,40}Exit Code: {2,20})(?P<code>[1-9]\d*)$",
-        by="the service that ran it",
+        "xit",  # a field: SageMaker, kubectl, docker inspect, YARN, Grid Engine
+        r"(?:AlgorithmError: |^\s{0,40})[\"']?(?:\w{0,40}[Ee]xit ?[Cc]ode|exit_status)[\"']?"
+        r"(?: ?[:=] ?| ) *(?P<code>[1-9]\d*),?$",
+        by=SERVICE,
         first=True,
     ),
     _line(
@@ -329,6 +348,16 @@ _LINES = (
         Sign.INTERRUPTED,
         "A NODE",
     ),
+    *(
+        _line(
+            word,  # SkyPilot; the runners of GitHub
+            r"\b[Tt]he (?:job|cluster|instance|node) (?:is|was) preempted\."
+            r"|\bThe runner has received a shutdown signal\.",
+            Sign.INTERRUPTED,
+            SERVICE,
+        )
+        for word in (" preempted.", "shutdown signal")
+    ),
     _line("Node failure", r"^srun: error: Node failure on \S+", Sign.INTERRUPTED, "NODE FAILURE"),
     _line(
         "CANCELLED AT",
@@ -390,6 +419,16 @@ _LINES = (
     _line("can't open file", r"can't open file '.{1,400}': \[Errno 2\]", Sign.NOT_STARTED),
     _line("No module", r"^\S*python[\d.]*: No module named \S+$", Sign.NOT_STARTED),
     _line(
+        "ing module spec",
+        r"^\S*python[\d.]*: Error while finding module specification for '",
+        Sign.NOT_STARTED,
+    ),
+    _line(  # Flux
+        "start failed: ",
+        r"\bstart failed: .{1,400}: (?:No such file or directory|Permission denied)$",
+        Sign.NOT_STARTED,
+    ),
+    _line(
         "exec: ", r'exec: ".{1,400}": (?:executable file not|stat |permission)', Sign.NOT_STARTED
     ),
     _line(
@@ -401,7 +440,7 @@ _LINES = (
     # before the command, or has it alone.
     _line(
         "line ",
-        rf"^\S+: line \d+: +(?P<pid>\d+) (?P<name>{_NAMES})(?: \(core dumped\))?(?:  +\S.*)?$",
+        rf"^\s{{0,8}}\S+: line \d+: +(?P<pid>\d+) (?P<name>{_NAMES})(?: \(core dumped\))?(?: +\S.*)?$",
         by="the shell",
     ),
     _line("", rf"^(?P<name>{_NAMES})(?: \(core dumped\)| *(?<=^.{{24}})\S.*)?$", by="the shell"),
@@ -525,9 +564,9 @@ def nccl_warning(text: str) -> str:
 
 _MISSING = re.compile(
     r"can't open file '(?P<python>.{1,400})': (?P<errno>\[Errno 2\])"
-    r"|python[\d.]*: No module named (?P<module>\S+)|exec: \"(?P<container>.{1,400}?)\": "
+    r"|python[\d.]*: (?:No module named |Error while finding module specification for ')(?P<module>[^\s']+)|exec: \"(?P<container>.{1,400}?)\": "
     r"|execvp error on file (?P<mpi>.{1,400}) \((?P<why>No such file or directory|Permission denied)\)"
-    r"|execve\(\): (?P<slurm>.{1,400}): (?P<reason>No such file or directory|Permission denied"
+    r"|(?:execve\(\)|start failed): (?P<slurm>.{1,400}): (?P<reason>No such file or directory|Permission denied"
     r"|Exec format error)"
 )
 

@@ -63,7 +63,7 @@ CAUSES = {
     ),
     "cuda-init-failed": re.compile(
         r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed"
-        r"|driver version is insufficient"
+        r"|driver version is insufficient|nvidia-container-cli: initialization error"
         r"|CUDA (error: |failure \S{1,80} ')(initialization error|system not yet initialized"
         r"|system has unsupported display driver|unknown error)"
         r"|cuda runtime error \((3|30)\)"  # before torch 1.5

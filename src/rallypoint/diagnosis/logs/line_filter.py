@@ -38,7 +38,7 @@ SHAPE_BYTES = 400  # of a line without its digits; longer lines are read each ti
 _WORTH = re.compile(
     rb"r(?:r(?:or|no)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
     rb"|i(?:lled|gnal|med out|ed(?<=\bdied)|cted(?<=Evicted)|nvalid (?:pointer|size|next))"
-    rb"|e(?:mory|d symbol| detected in|xit|fused|nied|xpectedly)|x(?:ception|ecution has been|ceeded wallc|it ?[Cc]ode)"
+    rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly)|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
     rb"|s(?:sert|mashing|ed too many h)|n(?:terrupt|ew process before|itializing d|consistent [0-9])|T(?:raceback)|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
     rb"|o(?:om|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"

@@ -30,7 +30,7 @@ _CARRIERS = re.compile(
     # the column of a summary
     r"| {1,40}\| (?=\[rank\d+\]: |Traceback \(|  File |(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
     # the marks of a page
-    r"|[`*_#]{1,8} ?(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
+    r"|[`*_#]{1,8} ?(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): |\[[\w,:.-]{1,60}\](?:<std|: ))"
     r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
     r"|[\w.-]+[-_]\d+ +\| "  # docker compose
     # vLLM

@@ -280,9 +280,10 @@ class Reader:
     def _raised(self, sighting: Sighting) -> None:
         error, speaker = sighting.error, sighting.speaker
         of_launcher = schedulers.of_launcher(error)
-        if of_launcher or error.type == "Exception":
+        told = schedulers.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
+        by_service = told is not None and getattr(told[1], "by", "") == schedulers.SERVICE
+        if of_launcher or by_service or error.type == "Exception":
             self._failed = True
-            told = schedulers.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
             if told is not None:
                 self._told(sighting.place, speaker, error.message, told)
             if told is not None or of_launcher:

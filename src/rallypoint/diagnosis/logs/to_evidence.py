@@ -43,7 +43,10 @@ _OF_ONE_CAUSE = (
 )  # fmt: skip
 """Causes that make errors one, though their words and places differ."""
 
-_KILLERS = ("Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS")  # for lack of memory
+_KILLERS = (
+    "Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS", schedulers.SERVICE,
+)  # fmt: skip
+"""Those that end processes for lack of memory, beside the kernel."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 
 
