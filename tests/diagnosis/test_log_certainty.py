@@ -249,6 +249,21 @@ def test_a_line_that_only_sounds_so_is_not(line: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("WARN Container killed by YARN for exceeding memory limits.", "rank-out-of-memory"),
+        ("a helper exited with status 2", "rank-exited"),
+        ("worker 3 was killed by signal 9", "rank-killed"),
+    ],
+)
+def test_a_service_may_start_again_what_it_tells_of(line: str, code: str) -> None:
+    """Spark and Dask do, and the log goes on."""
+    assert (_told(line + "\n").code, _told(line + "\n").confidence) == (code, "certain")
+    went_on = _told(line + "\n" + "".join(f"step {i}\n" for i in range(30)))
+    assert (went_on.code, went_on.confidence != "certain") == (code, True)
+
+
 def test_a_line_of_unknown_words_is_shown_beside_consequences() -> None:
     lost = "[rank2]: RuntimeError: [x/pair.cc:5] Connection closed by peer [10.0.0.1]:4\n"
     report = _told("the switch was lost: node 7 is dead\n" + lost)

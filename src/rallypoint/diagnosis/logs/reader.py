@@ -327,8 +327,9 @@ class Reader:
                 sign, place, speaker, text[:WORDS], end=end, collective=collective, ranks=ranks
             )
         )
-        # These two may speak of a process that is none of the job's.
-        if seen is not None and end.by in ("the shell", "SGLang") and not end.pid:
+        # These may speak of a process that is none of the job's, or is started again.
+        of_others = end.by in ("the shell", "SGLang", schedulers.SERVICE)
+        if seen is not None and of_others and not end.pid:
             self._watch(_SHELL, "", seen)
 
     def _note(

@@ -48,6 +48,7 @@ _KILLERS = (
 )  # fmt: skip
 """Those that end processes for lack of memory, beside the kernel."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
+_GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
 
 
 def diagnose(findings: Findings) -> tuple[Report, ...]:
@@ -224,7 +225,8 @@ class _Log:
         told = tuple(s.text for s in words if s.text)
         ended = Ended(signal=int(SIGKILL))
         for number in numbers or [-1]:
-            yield self._rank(words[0], number, ended=ended, killed_by=name, said=told)
+            doubt = _GOES_ON if words[0].went_on else ""
+            yield self._rank(words[0], number, ended=ended, killed_by=name, said=told, doubt=doubt)
 
     def _dumps(self) -> Iterable[RankEvidence]:
         """Make evidence of what native code left: faulthandler's dumps, uncaught exceptions of
@@ -250,13 +252,13 @@ class _Log:
             pid = f", pid {end.pid}" if end.pid else ""
             told_by = f"{end.by} says so{where}{pid}"
         if sighting.went_on:
-            doubt = "the words stand alone in a line, and the log goes on for long after it"
+            doubt = _GOES_ON
         return self._rank(
             sighting,
             _rank(sighting),
             ended=Ended(end.code, end.signal, status=end.status),
             told_by=told_by,
-            went_on=sighting.went_on,
+            went_on=sighting.went_on and end.signal > 0,
             doubt=doubt,
         )
 
