@@ -228,6 +228,9 @@ MISUSES = """
     def test_misspelled(): pass
 
     @pytest.mark.ranks(2)
+    async def test_later(): assert False
+
+    @pytest.mark.ranks(2)
     class TestOld(unittest.TestCase):
         def test_old(self): pass
 """
@@ -250,10 +253,14 @@ def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
     ), done.stdout
     assert "test_misspelled: @pytest.mark.ranks: it has no backed: " in done.stdout, done.stdout
     assert (
+        "ranks 0-1:\nan async function: @pytest.mark.ranks has run nothing of it"
+        in done.stdout
+    ), done.stdout
+    assert (
         "test_old: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase"
         in done.stdout
     ), done.stdout
-    assert "4 failed, 1 error" in done.stdout
+    assert "5 failed, 1 error" in done.stdout
 
 
 @pytest.mark.usefixtures("without_torch")

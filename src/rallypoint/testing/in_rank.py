@@ -22,6 +22,8 @@ _EXPLAINED_LINES, _CUT_FROM = (
     12,
 )  # of a comparison, without -vv: as pytest does, which since version 9 cuts before we see it
 
+_ASYNC = "an async function: @pytest.mark.ranks has run nothing of it; asyncio.run(...) in a plain test does"
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -61,7 +63,12 @@ class Body:
         warnings.filters[:] = setting.filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
         try:
-            body(**given)
+            returned = body(**given)
+            if hasattr(returned, "__await__") or hasattr(returned, "__aiter__"):
+                import pytest
+
+                __tracebackhide__ = False  # pytest takes the place of a failure from such a frame
+                pytest.fail(_ASYNC, pytrace=False)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

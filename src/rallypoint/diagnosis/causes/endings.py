@@ -214,7 +214,7 @@ def exited(case: Case, caught: Raised | None) -> Report:
     elif not rank.left_at and rank.phase in ("importing", "joining", "running"):
         # The rank is looked into.
         evidence.append(
-            "no exception and no sys.exit was seen in it: os._exit, exec or native code ended it"
+            "no exception and no sys.exit was seen: likely os._exit, exec or native code"
         )
     said_by = {first_line(one.left_saying): one.rank for one in reversed(case.ranks)}
     words = next(iter(said_by)) if len(said_by) == 1 else ""
