@@ -510,6 +510,35 @@ HISTORIES = [
         "rank 0 was killed by SIGTERM",
         status=143,
     ),
+    # Python ignores SIGPIPE, and programs that set SIG_DFL die of a peer's end
+    History(
+        "a-pipe-that-broke-when-its-reader-exited",
+        job(rank(0, 3, at=1.4), rank(1, sig=13, order=1, at=1.5)),
+        "rank-exited",
+        (0,),
+        "rank 0 exited with code 3",
+        status=3,
+    ),
+    History(
+        "a-pipe-that-broke-when-its-reader-raised",
+        job(
+            rank(0, sig=13, at=1.4),
+            rank(1, 1, order=1, at=1.5, raised=raised("ValueError", "bad batch", at=1.3)),
+        ),
+        "rank-raised",
+        (1,),
+        "rank 1 raised ValueError: bad batch",
+        status=1,
+    ),
+    History(
+        "a-pipe-that-broke-alone",
+        job(rank(0, 0, at=1.4), rank(1, sig=13, order=1, at=1.5)),
+        "rank-killed",
+        (1,),
+        "rank 1 was killed by SIGPIPE",
+        confidence="likely",
+        status=141,
+    ),
     History(
         "out-of-memory-in-the-log",
         job(

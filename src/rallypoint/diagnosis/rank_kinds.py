@@ -12,7 +12,7 @@ from rallypoint.diagnosis.causes.wording import CRASHES, signal_name
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.node_evidence import of_one_clock
 
-SIGKILL, SIGABRT = 9, 6
+SIGKILL, SIGABRT, SIGPIPE = 9, 6, 13
 # Seconds after a lost connection in which what its rank raises is taken for a consequence of it,
 # when somebody had gone: enough for clearing up, too little for a program that has opened a new
 # group without who is missing and works on.
@@ -35,7 +35,7 @@ class Kind(Enum):
     NCCL = "nccl"  # NCCL gave up, and names no peer: mostly in all ranks at once
     ABORTED = "aborted"  # SIGABRT with nothing that explains it: a lost connection leads to it, too
     HANDLED = "handled"  # of a log: a failure after which the same process went on for long
-    DOUBTFUL = "doubtful"  # a bare "Connection reset", or the store's word on another rank
+    DOUBTFUL = "doubtful"  # a bare "Connection reset", SIGPIPE, or the store's word on another rank
     LOST = "lost"  # says that it lost a peer
     WAITED = "waited"  # says that the others did not come
     STOPPED = "stopped"  # ended by us, or with the launcher
@@ -113,6 +113,8 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
         return _leaving(rank, job) or Verdict(rank, Kind.STOPPED)
     peer = next((one for one in reversed(rank.handled) if kind_of(one) in HURT), None)
     own = next((one for one in rank.handled if kind_of(one) is Kind.RAISED), None)
+    if ended.signal == SIGPIPE:
+        return Verdict(rank, Kind.DOUBTFUL)
     if ended.signal:
         if ended.signal == SIGKILL or (ended.signal not in CRASHES and peer is None):
             return Verdict(rank, Kind.KILLED)
@@ -154,7 +156,7 @@ def _verdict_in_log(rank: RankEvidence) -> Verdict:
     elif not ended.signal:
         kind = Kind.EXITED
     elif ended.signal not in CRASHES:
-        kind = Kind.KILLED
+        kind = Kind.DOUBTFUL if ended.signal == SIGPIPE else Kind.KILLED
     else:
         kind = Kind.ABORTED if only_aborted(rank) else Kind.CRASHED
     return Verdict(rank, kind)

@@ -406,7 +406,7 @@ def _for_memory(job: JobEvidence, rank: RankEvidence, pid: int) -> Hashable:
 
 
 def _handled(case: Case, error: Raised | None) -> Report:
-    """Tell of a failure after which the same process went on, by a log."""
+    """Tell of an exception, or of a signal where there is none."""
     if error is not None:
         return exceptions.raised(case, error)
     ended = case.first.ended
@@ -425,7 +425,7 @@ ACCOUNTS: dict[Kind, Callable[[Case, Raised | None], Report]] = {
     Kind.NCCL: exceptions.raised,
     Kind.ABORTED: endings.crashed,
     Kind.HANDLED: _handled,
-    Kind.DOUBTFUL: exceptions.raised,
+    Kind.DOUBTFUL: _handled,
 }
 
 

@@ -122,6 +122,8 @@ def killed(case: Case, caught: Raised | None = None) -> Report:
     elif number in _LIMITS:
         why, command = _LIMITS[signals.Signals(number)]
         helps = [Help("see the limit", command)]
+    if number == signals.SIGPIPE:
+        why = "it wrote to a pipe or a connection whose other end was closed"
     return of_end(
         case,
         "rank-killed",
