@@ -253,8 +253,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
     ), done.stdout
     assert "test_misspelled: @pytest.mark.ranks: it has no backed: " in done.stdout, done.stdout
     assert (
-        "ranks 0-1:\nan async function: @pytest.mark.ranks has run nothing of it"
-        in done.stdout
+        "ranks 0-1:\nan async function: @pytest.mark.ranks has run nothing of it" in done.stdout
     ), done.stdout
     assert (
         "test_old: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase"

@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -21,8 +21,6 @@ _EXPLAINED_LINES, _CUT_FROM = (
     8,
     12,
 )  # of a comparison, without -vv: as pytest does, which since version 9 cuts before we see it
-
-_ASYNC = "an async function: @pytest.mark.ranks has run nothing of it; asyncio.run(...) in a plain test does"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +62,14 @@ class Body:
         warnings._filters_mutated()  # type: ignore[attr-defined]
         try:
             returned = body(**given)
-            if hasattr(returned, "__await__") or hasattr(returned, "__aiter__"):
+            if isinstance(returned, Awaitable | AsyncIterable):
                 import pytest
 
                 __tracebackhide__ = False  # pytest takes the place of a failure from such a frame
-                pytest.fail(_ASYNC, pytrace=False)
+                pytest.fail(
+                    "an async function: @pytest.mark.ranks has run nothing of it; asyncio.run(...) in a plain test does",
+                    pytrace=False,
+                )
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -17,10 +17,12 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+from _pytest.unittest import TestCaseFunction
 
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import LaunchTimeout, RallypointError, UsageError, WorkerError
@@ -97,11 +99,7 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
 
 def check(item: pytest.Item) -> None:
     """Fail a test that has the marker and would be run once, here, in silence."""
-    if (
-        not isinstance(item, pytest.Function)
-        or hasattr(item, "_testcase")
-        or _is_unittest(item.cls)
-    ):
+    if not isinstance(item, pytest.Function) or isinstance(item, TestCaseFunction):
         pytest.fail(
             f"{item.name}: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase or doctests",
             False,
@@ -116,21 +114,11 @@ def show(item: pytest.Item, report: pytest.TestReport) -> None:
         report.longrepr = (*item.stash[skipped_key], report.longrepr[2])
 
 
-def _is_unittest(kind: type | None) -> bool:
-    return kind is not None and any(
-        (one.__module__, one.__name__) == ("unittest.case", "TestCase") for one in kind.__mro__
-    )
-
-
 def _is_pytests(value: object) -> bool:
     """Tell whether a fixture is a part of pytest's own process: request, capsys, caplog, ... A
     monkeypatch may go: what it does in a rank ends with the rank."""
     module = getattr(value, "__module__", None) or type(value).__module__
-    return (
-        isinstance(module, str)
-        and module.startswith("_pytest.")
-        and not isinstance(value, pytest.MonkeyPatch)
-    )
+    return str(module).startswith("_pytest.") and not isinstance(value, pytest.MonkeyPatch)
 
 
 def _wanted(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
@@ -151,11 +139,7 @@ def _wanted(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
 
 def _bare(body: Any) -> Any:
     """The function without its marks: what they hold (parameters of other tests) need not cross."""
-    if hasattr(body, "__self__") or not hasattr(body, "pytestmark"):
-        return body
-    from types import FunctionType
-
-    if type(body) is not FunctionType:
+    if type(body) is not FunctionType or not hasattr(body, "pytestmark"):
         return body
     bare = FunctionType(
         body.__code__, body.__globals__, body.__name__, body.__defaults__, body.__closure__
@@ -253,7 +237,7 @@ def _refuse(item: pytest.Function, error: RallypointError) -> NoReturn:
 def _shown(shown: Any, ranks: Sequence[int], failed: int, report: Report) -> Any:
     """Return the rank's own display of its failure, with the rank in front."""
     who = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
-    lines = [f"{who}:"] if not report.then else [f"{who}:  ({report.then})"]
+    lines = [f"{who}:  ({report.then})" if report.then else f"{who}:"]
     if failed > len(ranks):
         lines.append(f"({failed - len(ranks)} more failed in other ways)")
     shown.reprtraceback.reprentries.insert(0, ReprEntryNative([f"{line}\n" for line in lines]))

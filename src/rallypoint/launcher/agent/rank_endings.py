@@ -115,7 +115,9 @@ class RankEndings:
         lost_peer = any(map(classify.is_consequence, handle.errors()))
         # An abort, SIGPIPE and a plain exit code may be a program's answer to a lost peer; other
         # signals and recorded exceptions are not.
-        sure = number not in (0, signal.SIGABRT, signal.SIGPIPE) or (handle.raised is not None and not lost_peer)
+        sure = number not in (0, signal.SIGABRT, signal.SIGPIPE) or (
+            handle.raised is not None and not lost_peer
+        )
         because = f"rank {handle.rank} ended with {signals.name(number) if number else f'exit code {code}'}"
         job.feed(supervisor.RankEnded(handle.rank, code, number, sure and not handle.sent, because))
 
