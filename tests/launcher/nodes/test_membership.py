@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint
-from rallypoint.launcher.nodes.lead_runner import LeadRunner, Settings, StoodStill
+from rallypoint.launcher.nodes.lead_runner import LeadRunner, StoodStill
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,
     Heard,
@@ -40,6 +41,8 @@ from rallypoint.launcher.nodes.messages import (
 from rallypoint.launcher.plan import Nodes
 from rallypoint.store.server.server import Server
 
+from ..test_plan import plan
+
 SECRET = b"a secret of a test, long enough"
 
 
@@ -47,6 +50,11 @@ def _free_port() -> int:
     held = ports.hold_port(0, "127.0.0.1")
     held.release()
     return held.port
+
+
+def _nodes(**asked: Any) -> Nodes:
+    given = {"host": "127.0.0.1", "timeout": 2.0, "join_timeout": 20.0, **asked}
+    return Nodes(**given)
 
 
 Join = Callable[..., Membership]
@@ -64,22 +72,10 @@ def join() -> Iterator[Join]:
         clock: Clock | None = None,
         count: int = 1,
     ) -> Membership:
-        nodes = Nodes(count=count, rank=rank, host="127.0.0.1", ports=ports or (_free_port(),))
-        settings = Settings(
-            job="test",
-            name="none",
-            secret=SECRET,
-            node_timeout=2.0,
-            join_timeout=20.0,
-            master_port=master_port,
-            port_range=None,
-            max_restarts=1,
-            grace=1.0,
-            roll_call=10.0,
-            program="program.py",
-        )
+        nodes = _nodes(count=count, rank=rank, ports=ports or (_free_port(),))
+        made_for = plan(nodes=nodes, master_port=master_port, max_restarts=1, grace=1.0)
         applicant = Applicant("0", "host", 1, 1, count, Versions("1", "", "3.11"), "", node_rank=0)
-        membership = Membership(nodes, settings, applicant, judge, clock or Clock())
+        membership = Membership(made_for, SECRET, applicant, judge, clock or Clock())
         made.add(membership)
         return membership
 
@@ -129,15 +125,17 @@ def test_a_lead_that_gets_too_few_threads_leaves_nothing(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    claim = endpoint.claim(Nodes(count=2, rank=0, ports=(_free_port(),)), None)
+    nodes = _nodes(count=2, rank=0, ports=(_free_port(),))
+    claim = endpoint.claim(nodes, None)
     assert claim is not None
-    settings = Settings("7", "none", SECRET, 2.0, 20.0, 0, None, 0, 30.0, 30.0, "train.py")
     applicant = Applicant("0", "gpu00", 100, 1, 2, Versions("1", "", "3.11"), "")
     before = len(os.listdir("/proc/self/fd")) - 1  # what an earlier test left may go meanwhile
     faults: list[Exception] = []
     monkeypatch.setattr(threading.Thread, "start", begin)
     try:
-        lead = LeadRunner(claim, settings, applicant, no_judge, Clock(), faults.append)
+        lead = LeadRunner(
+            claim, plan(nodes=nodes), SECRET, applicant, no_judge, Clock(), faults.append
+        )
     except (RallypointError, RuntimeError):
         assert len(started) > threads
     else:
@@ -193,11 +191,10 @@ def no_judge(attempt: FailedAttempt) -> Sentence:
     raise AssertionError(attempt)
 
 
-def problem_of(nodes: Nodes, secret: bytes, job: str) -> RallypointError:
+def problem_of(nodes: Nodes, secret: bytes) -> RallypointError:
     """Return why a node is not let in."""
-    settings = Settings(job, job, secret, 2.0, 10.0, 0, None, 0, 30.0, 30.0, "train.py")
     applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
-    membership = Membership(nodes, settings, applicant, no_judge, Clock())
+    membership = Membership(plan(nodes=nodes), secret, applicant, no_judge, Clock())
     try:
         assert select.select([membership.fileno()], [], [], 10.0)[0]
         (heard,) = membership.read()
@@ -220,8 +217,8 @@ def test_one_that_is_not_let_in(secret: bytes, job: str, tls: bool, code: str, o
     """It was told of rallypoint.connect(), which no user of `run` has called."""
     with Server(secret=SECRET, job="7", local=False) as server:
         port = int(server.address.rpartition(":")[2])
-        nodes = Nodes(count=2, rank=1, ports=(port,), secret_file="my secret", tls=tls)
-        problem = problem_of(nodes, secret, job)
+        nodes = _nodes(count=2, rank=1, ports=(port,), secret_file="my secret", tls=tls, job=job)
+        problem = problem_of(nodes, secret)
     assert problem.code == code
     assert option in problem.headline
     assert isinstance(problem, UsageError)  # nothing but another command helps
@@ -262,10 +259,9 @@ class Ahead(Clock):
 def test_clocks_that_differ_are_told(join: Join, clock: Clock, told: str) -> None:
     port = _free_port()
     join(lambda failed: Sentence((), 1), ports=(port,), count=2)
-    nodes = Nodes(count=2, rank=1, host="127.0.0.1", ports=(port,))
-    settings = Settings("7", "none", SECRET, 2.0, 20.0, 0, None, 0, 30.0, 30.0, "train.py")
+    nodes = _nodes(count=2, rank=1, ports=(port,))
     applicant = Applicant("1", "gpu01", 100, 1, 2, Versions("1", "", "3.11"), "")
-    membership = Membership(nodes, settings, applicant, no_judge, clock)
+    membership = Membership(plan(nodes=nodes), SECRET, applicant, no_judge, clock)
     heard: list[Heard] = []
     try:
         while not any(isinstance(one, Seated) for one in heard):
@@ -281,11 +277,10 @@ def test_clocks_that_differ_are_told(join: Join, clock: Clock, told: str) -> Non
 
 def test_a_name_without_an_answer_does_not_make_joining_longer() -> None:
     """The name server was asked for two seconds again and again, beside the time that was left."""
-    nodes = Nodes(count=2, host="nobody.invalid", ports=(29400,), join_timeout=0.5)
-    settings = Settings("7", "7", SECRET, 2.0, 0.5, 0, None, 0, 30.0, 30.0, "train.py")
+    nodes = Nodes(count=2, host="nobody.invalid", ports=(29400,), join_timeout=0.5, job="7")
     applicant = Applicant("a1", "gpu01", 100, 2, 2, Versions("1", "2", "3"), "digest")
     clock = Clock()
-    membership = Membership(nodes, settings, applicant, no_judge, clock)
+    membership = Membership(plan(nodes=nodes), SECRET, applicant, no_judge, clock)
     try:
         lost = _of_kind(membership, LeadLost)
     finally:
@@ -315,6 +310,6 @@ def test_a_key_file_that_differs_is_a_home_that_is_not_shared() -> None:
     """Each node has made a key of its own, and the user has named no file that could be copied."""
     with Server(secret=SECRET, job="7", local=False) as server:
         port = int(server.address.rpartition(":")[2])
-        nodes = Nodes(count=2, rank=1, ports=(port,), secret_file=key_path(os.environ))
-        problem = problem_of(nodes, b"of another home's key file", "7")
+        nodes = _nodes(count=2, rank=1, ports=(port,), secret_file=key_path(os.environ), job="7")
+        problem = problem_of(nodes, b"of another home's key file")
     assert "home folder may not be shared" in str(problem.why)

@@ -33,9 +33,8 @@ from rallypoint.launcher.agent.job_store import JobStore, StoreElsewhere
 from rallypoint.launcher.agent.launch_request import LaunchRequest, StoppedWhileJoining
 from rallypoint.launcher.agent.results_elsewhere import ResultsElsewhere, pieces
 from rallypoint.launcher.job_diagnosis import FailedAttempt
-from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.nodes.judgement import judge
-from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, Settings, StoodStill, looked
+from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, StoodStill, looked
 from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
 from rallypoint.launcher.nodes.messages import (
     AllWait,
@@ -130,21 +129,8 @@ class OtherNodes:
         self._stood_still = 0.0  # seconds for which this launcher stood still, and was lost by it
         self._is_lost = False  # the conversation with the lead has ended
         self._membership = Membership(
-            nodes,
-            Settings(
-                job=plan.job,
-                name=endpoint.job_name(nodes),
-                secret=derived(secret, "coordination"),
-                node_timeout=nodes.timeout,
-                join_timeout=nodes.join_timeout,
-                master_port=plan.master_port,
-                port_range=plan.port_range,
-                max_restarts=plan.max_restarts,
-                grace=plan.grace,
-                roll_call=plan.roll_call,
-                program=plan.program.target,
-                tls=nodes.tls,
-            ),
+            plan,
+            derived(secret, "coordination"),
             _applicant(plan, nodes),
             functools.partial(judge, plan),
             clock,

@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,7 +25,7 @@ from rallypoint.host import ports, threads
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking, set_for_signs_of_life
 from rallypoint.launcher.job_diagnosis import FailedAttempt
-from rallypoint.launcher.nodes import joining, lead, messages
+from rallypoint.launcher.nodes import endpoint, joining, lead, messages
 from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll, TellNodes
 from rallypoint.launcher.nodes.endpoint import Claim
 from rallypoint.launcher.nodes.joining import Joining, NodeEvent
@@ -40,6 +40,7 @@ from rallypoint.launcher.nodes.messages import (
     ResultOf,
     Sentence,
 )
+from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.restarts import Restarts
 from rallypoint.primitives.queue import Queue
 from rallypoint.store.client.client import ABSENT
@@ -61,23 +62,6 @@ LOOK_PATIENCE = 0.5
 """Seconds that a report waits for such a look. Evidence of the other nodes comes meanwhile."""
 
 
-class Settings(NamedTuple):
-    """Options of the job that the lead decides by."""
-
-    job: str  # the job's id, and the name of its runs
-    name: str  # of --rdzv-id, for the proof
-    secret: bytes  # of the coordination store
-    node_timeout: float
-    join_timeout: float
-    master_port: int  # where the ranks meet; 0: any free port
-    port_range: tuple[int, int] | None
-    max_restarts: int
-    grace: float
-    roll_call: float
-    program: str
-    tls: bool = False
-
-
 class StoodStill(ConnectionError):
     """This launcher stood still, for as long as the other nodes wait for the lead, or longer."""
 
@@ -92,17 +76,19 @@ class LeadRunner:
     def __init__(
         self,
         claim: Claim,
-        settings: Settings,
+        plan: Plan,
+        secret: bytes,
         applicant: Applicant,
         judge: Callable[[FailedAttempt], Sentence],
         clock: Clock,
         failed: Callable[[Exception], None],
     ) -> None:
-        """`applicant`: this node's own. `judge` is called by the lead's thread. `clock`: of this
+        """`secret`: of the coordination store. `applicant`: this node's own. `judge` is called by the lead's thread. `clock`: of this
         agent, to which the times of all nodes are shifted. `failed` is called by a thread that
         cannot go on."""
         self._claim = claim
-        self._settings = settings
+        assert plan.nodes is not None
+        self._plan, self._nodes = plan, (nodes := plan.nodes)
         self._judge = judge
         self._clock = clock
         self._failed = failed
@@ -122,13 +108,13 @@ class LeadRunner:
         self._attempt = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._release)
-            if settings.tls:
+            if nodes.tls:
                 from rallypoint.store.certificate import new_identity  # here: OpenSSL loads slowly
 
                 self.identity = new_identity()
             self._joining = Joining(
                 msgspec.structs.replace(applicant, offers=self._hold(0)),
-                timeout=settings.join_timeout,
+                timeout=nodes.join_timeout,
                 now=self._clock.monotonic(),
                 listens_on=self._wildcard,
             )
@@ -136,8 +122,8 @@ class LeadRunner:
             set_for_signs_of_life(listener)
             self._server = Server(
                 listeners=[listener],
-                secret=settings.secret,
-                job=settings.name,
+                secret=secret,
+                job=endpoint.job_name(nodes),
                 local=False,
                 identity=self.identity,
                 on_end=self._session_ended,
@@ -147,11 +133,11 @@ class LeadRunner:
             self._server.start()
             self._store = Member.join(
                 [self.place],
-                settings.secret,
-                job=settings.name,
-                ttl=settings.node_timeout,
-                timeout=settings.node_timeout,
-                tls=settings.tls,
+                secret,
+                job=endpoint.job_name(nodes),
+                ttl=nodes.timeout,
+                timeout=nodes.timeout,
+                tls=nodes.tls,
             )
             undo.callback(self._store.close)
             undo.callback(self._closing.set)
@@ -191,16 +177,16 @@ class LeadRunner:
 
     def _hold(self, attempt: int) -> Offers:
         """Bind what the attempt needs on this node, before any node is told of it."""
-        settings = self._settings
-        meeting = ports.hold_port(settings.master_port, self._wildcard, settings.port_range)
+        plan = self._plan
+        meeting = ports.hold_port(plan.master_port, self._wildcard, plan.port_range)
         try:
-            store = ports.hold_port(0, self._wildcard, settings.port_range)
+            store = ports.hold_port(0, self._wildcard, plan.port_range)
         except BaseException:
             meeting.release()
             raise
         with self._holding:
             self._held[attempt] = (meeting, store)
-        return Offers(meeting.port, store.port, settings.tls)
+        return Offers(meeting.port, store.port, self._nodes.tls)
 
     def _hold_again(self, attempt: int) -> Offers:
         """Do the same for another attempt. Where it cannot be, this node's agent tries it, and
@@ -209,7 +195,7 @@ class LeadRunner:
         try:
             return self._hold(attempt)
         except (RallypointError, OSError):
-            return Offers(self._settings.master_port, 0)
+            return Offers(self._plan.master_port, 0)
 
     # --- threads that wait
 
@@ -272,7 +258,7 @@ class LeadRunner:
             except queue.Empty:
                 event = joining.Tick()
             before, looked = looked, self._clock.monotonic()
-            if looked - before > self._settings.node_timeout and self._is_running():
+            if looked - before > self._nodes.timeout and self._is_running():
                 # Their ends, which it sees now, are because of it.
                 self._failed(StoodStill(looked - before))
                 return
@@ -328,7 +314,7 @@ class LeadRunner:
             tuple(self._joining.world.ranks(node)),
             "lease over" if is_silent else "connection ended",
             self._clock.elapsed(),
-            self._settings.node_timeout if is_silent else 0.0,
+            self._nodes.timeout if is_silent else 0.0,
             address=address,
         )
         look = None
@@ -338,7 +324,7 @@ class LeadRunner:
         self._inbox.put(lead.Lost(node, "no sign of life came from its launcher"))
 
     def _do(self, decision: Decision | NodeMessage) -> None:
-        settings = self._settings
+        plan = self._plan
         match decision:
             case Tell(id, message):
                 self._send(id, message)
@@ -353,10 +339,10 @@ class LeadRunner:
                     world,
                     self._joining.hosts,
                     now=self._clock.monotonic(),
-                    restarts=Restarts(settings.max_restarts),
-                    grace=settings.grace,
-                    roll_call=settings.roll_call,
-                    program=settings.program,
+                    restarts=Restarts(plan.max_restarts),
+                    grace=plan.grace,
+                    roll_call=plan.roll_call,
+                    program=plan.program.target,
                 )
                 self._seat(seats)
             case lead.NextAttempt(attempt):
@@ -369,7 +355,7 @@ class LeadRunner:
         for id, seat in seats.items():
             self._held_address = f"{seat.master_addr}:{seat.master_port}"
             seated = messages.Seated(
-                seat, self._settings.job, self._joining.hosts[0], self._settings.max_restarts
+                seat, self._plan.job, self._joining.hosts[0], self._plan.max_restarts
             )
             self._send(id, seated)
 

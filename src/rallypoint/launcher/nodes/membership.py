@@ -23,11 +23,7 @@ from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint, messages, refusals
-from rallypoint.launcher.nodes.lead_runner import (
-    LOOK_TIMEOUT,
-    LeadRunner,
-    Settings,
-)
+from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, LeadRunner
 from rallypoint.launcher.nodes.messages import (
     Applicant,
     Missing,
@@ -38,7 +34,7 @@ from rallypoint.launcher.nodes.messages import (
     Sentence,
     Try,
 )
-from rallypoint.launcher.plan import Nodes
+from rallypoint.launcher.plan import Plan
 from rallypoint.primitives.queue import Queue
 from rallypoint.store.client.member import Member
 from rallypoint.world import Seat
@@ -92,24 +88,26 @@ class Membership:
 
     def __init__(
         self,
-        nodes: Nodes,
-        settings: Settings,
+        plan: Plan,
+        secret: bytes,
         applicant: Applicant,
         judge: Callable[[FailedAttempt], Sentence],
         clock: Clock,
         held: HeldPort | None = None,
     ) -> None:
-        """`applicant`: this node, as far as it is known before the lead is reached. `settings` and
-        `judge` are for the lead, when this node is to lead; `held` is where it was announced as
-        the lead.
+        """`secret`: of the coordination store. `applicant`: this node, as far as it is known before
+        the lead is reached. `judge` is for the lead, when this node is to lead; `held` is where it
+        was announced as the lead.
         """
+        assert plan.nodes is not None
         self.lead: LeadRunner | None = None  # when this node leads
         # Seconds to add to a time of this agent's clock for the lead's, and how wrong that may be.
         self.offset, self.error = 0.0, 0.0
         # Numeric address and port at which this node reaches the lead, once it has.
         self.lead_address = ("", 0)
-        self._nodes = nodes
-        self._settings = settings
+        self._plan = plan
+        self._nodes = plan.nodes
+        self._secret = secret
         self._held = held
         self._applicant = applicant
         self._own_address = ""  # from which this node reaches the lead
@@ -211,7 +209,7 @@ class Membership:
 
     def _join(self) -> Member | None:
         """Find the lead, or become it. None when the agent leaves meanwhile."""
-        nodes, settings = self._nodes, self._settings
+        nodes = self._nodes
         until = self._clock.elapsed() + nodes.join_timeout
         while not self._leaving.is_set():
             places = self._places(until - self._clock.elapsed())
@@ -222,8 +220,8 @@ class Membership:
             try:
                 member = Member.join(
                     places,
-                    settings.secret,
-                    job=settings.name,
+                    self._secret,
+                    job=endpoint.job_name(nodes),
                     ttl=nodes.timeout,
                     timeout=max(0.1, min(TRY_TIMEOUT, left)),
                     patience=nodes.timeout,
@@ -262,11 +260,12 @@ class Membership:
         """Return where the lead may be, at first by a try to lead. `left`: seconds to join."""
         nodes = self._nodes
         if self.lead is None:
-            claimed = endpoint.claim(nodes, self._settings.port_range, self._held, left)
+            claimed = endpoint.claim(nodes, self._plan.port_range, self._held, left)
             if claimed is not None:
                 self.lead = LeadRunner(
                     claimed,
-                    self._settings,
+                    self._plan,
+                    self._secret,
                     self._applicant,
                     self._judge,
                     self._clock,
@@ -280,14 +279,14 @@ class Membership:
         """Look whether another node leads where this one is to be reached, until all have come:
         both would wait for the others until their time is over.
         """
-        nodes, settings, here = self._nodes, self._settings, self._applicant
+        nodes, here = self._nodes, self._applicant
         while not (self._seated.is_set() or self._leaving.is_set()):
             try:
                 if endpoint.is_elsewhere(nodes):
                     with Member.join(
                         endpoint.places(nodes),
-                        settings.secret,
-                        job=settings.name,
+                        self._secret,
+                        job=endpoint.job_name(nodes),
                         ttl=nodes.timeout,
                         timeout=TRY_TIMEOUT,
                         tls=nodes.tls,
