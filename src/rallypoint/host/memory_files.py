@@ -56,3 +56,11 @@ def content(fd: int) -> bytes:
         parts.append(part)
         at += len(part)
     return b"".join(parts)
+
+
+def taken(fd: int) -> bytes:
+    """Return all that a file holds, and close it."""
+    try:
+        return content(fd)
+    finally:
+        os.close(fd)

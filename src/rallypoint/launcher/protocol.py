@@ -454,9 +454,7 @@ def from_exact(data: bytes, kind: type[_Struct]) -> _Struct:
 
 def read_struct(fd: int, kind: type[_Struct]) -> _Struct:
     """Read a struct from a memfd, and close it."""
-    with os.fdopen(fd, "rb") as file:
-        file.seek(0)
-        return from_exact(file.read(), kind)
+    return from_exact(memory_files.taken(fd), kind)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -248,11 +248,11 @@ class SimulatedCluster:
                     world, self._joining.hosts, now=self.now, restarts=Restarts(self.max_restarts), grace=GRACE
                 )  # fmt: skip
                 self._seat(seats)
-            case lead.Diagnose(lost=lost, signal=signal):
+            case lead.Diagnose(failed, lost):
                 late = self.now - self._judged_at
                 if late > lead.CAUSE_PATIENCE + self.held_up + 0.1:
                     self.wrong(f"evidence was awaited for {late:.1f} s")
-                sentence = Sentence((), 130 if signal else TEMPORARY if lost else 1)
+                sentence = Sentence((), 130 if failed.signal else TEMPORARY if lost else 1)
                 self.at(self.now + self.chance.uniform(0.005, 0.3), lambda: self._decide(sentence))
             case lead.NextAttempt(attempt, because):
                 self.counts["NextAttempt"] += 1

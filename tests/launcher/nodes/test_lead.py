@@ -137,8 +137,8 @@ def test_a_failure_on_one_node_is_judged_on_all() -> None:
     assert play.at(5.1, evidence(1), evidence(0)) == []
     (diagnose,) = play.at(5.2, evidence(2))
     assert isinstance(diagnose, Diagnose)
-    assert {*diagnose.evidence} == {0, 1, 2}
-    assert (diagnose.lost, diagnose.silent) == ({}, ())
+    assert {*diagnose.failed.evidence} == {0, 1, 2}
+    assert (diagnose.lost, diagnose.failed.unheard) == ({}, ())
     (sentence,) = play.at(5.3, diagnosed(3, "", (REPORT,)))
     assert sentence == TellAll(Sentence((REPORT,), 3))
     assert play.at(5.5, *over(0, 1)) == []
@@ -161,7 +161,7 @@ def test_a_silent_node_is_named_and_not_waited_for() -> None:
     play.at(5.2, evidence(0), evidence(1))
     assert play.machine.due == 5.0 + EVIDENCE_PATIENCE
     (diagnose,) = play.tick()
-    assert diagnose.silent == (2,)
+    assert diagnose.failed.unheard == (HOSTS[2],)
     assert play.at(6.1, evidence(2)) == []
     play.at(6.2, diagnosed(1))
     assert play.machine.state is Phase.STOPPING
@@ -174,7 +174,7 @@ def test_the_node_on_which_it_failed_is_given_longer() -> None:
     assert play.tick() == []
     assert play.machine.due == 5.0 + CAUSE_PATIENCE
     (diagnose,) = play.at(6.4, evidence(1))
-    assert diagnose.silent == ()
+    assert diagnose.failed.unheard == ()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_what_a_lost_node_still_says_counts_no_more() -> None:
     )
     assert len(play.of(Judge)) == 1
     (diagnose,) = play.at(5.2, evidence(0), evidence(1))
-    assert {*diagnose.evidence} == {0, 1}
+    assert {*diagnose.failed.evidence} == {0, 1}
 
 
 def test_evidence_that_came_before_its_node_was_lost_is_kept() -> None:
@@ -233,7 +233,7 @@ def test_evidence_that_came_before_its_node_was_lost_is_kept() -> None:
     play.judging(node=2)
     play.at(5.1, evidence(2), Lost(2, "silent"))
     (diagnose,) = play.at(5.2, evidence(0), evidence(1))
-    assert {*diagnose.evidence} == {0, 1, 2}
+    assert {*diagnose.failed.evidence} == {0, 1, 2}
     assert diagnose.lost == {2: "silent"}
 
 
@@ -250,7 +250,7 @@ def test_a_node_that_is_done_gives_evidence_too() -> None:
     play.at(4.0, *over(0, well=True))
     play.judging()
     assert play.at(5.1, evidence(1), evidence(2)) == []
-    assert {*play.at(5.2, evidence(0))[0].evidence} == {0, 1, 2}
+    assert {*play.at(5.2, evidence(0))[0].failed.evidence} == {0, 1, 2}
     play.at(5.3, diagnosed(1))
     dismissed = message(play.at(5.5, *over(1, 2)))
     assert dismissed.status == 1
@@ -318,7 +318,7 @@ def test_a_job_that_is_stopped_from_outside_is_not_started_again() -> None:
     (judge,) = play.judging(node=0, signal="SIGINT")
     assert (judge.but, judge.message.signal) == (0, "SIGINT")
     (diagnose,) = play.at(5.1, *(evidence(node) for node in range(3)))
-    assert diagnose.signal == "SIGINT"
+    assert diagnose.failed.signal == "SIGINT"
     play.at(5.2, diagnosed(130))
     dismissed = message(play.at(6.0, *over(0, 1, 2)))
     assert dismissed.status == 130
@@ -414,7 +414,7 @@ def test_ranks_of_two_nodes_that_look_for_each_other_at_different_places() -> No
     (judge,) = play.tick()
     assert "different addresses" in judge.message.because
     (diagnose,) = play.at(6.0, *(evidence(node) for node in range(3)))
-    assert diagnose.misfit.code == "address-differs"
+    assert diagnose.failed.misfit.code == "address-differs"
 
 
 def test_one_that_tries_another_place_in_time_is_no_misfit() -> None:
@@ -427,7 +427,7 @@ def test_one_that_tries_another_place_in_time_is_no_misfit() -> None:
         assert play.tick() == []
     assert play.at(40.0, Failing(1, "rank 2 raised")) == [TellAll(Judge("rank 2 raised"), 1)]
     (diagnose,) = play.at(40.2, *(evidence(node) for node in range(3)))
-    assert diagnose.misfit is None
+    assert diagnose.failed.misfit is None
 
 
 def test_a_roll_call_asks_the_nodes_of_the_missing_and_names_rank_and_host() -> None:

@@ -26,7 +26,7 @@ from rallypoint.launcher.agent.launch_request import (
 )
 from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
 from rallypoint.launcher.agent.supervisor import Action, MakeReport
-from rallypoint.launcher.plan import Nodes, Plan, alone, at_node
+from rallypoint.launcher.plan import Plan, alone, at_node
 from rallypoint.launcher.protocol import Finish, Interrupt
 
 if TYPE_CHECKING:
@@ -62,50 +62,32 @@ NOTICE_ONCE = 5.0
 HELPER_PATIENCE = 1.0
 
 
-def run(plan: Plan, *, secret: bytes = b"", held: HeldPort | None = None) -> int:
+def run(plan: Plan) -> int:
     """Carry out a plan; return the exit status. Raises `EnvironmentProblem` or `UsageError` when
     nothing could be started.
-
-    Whoever has started the launchers of several nodes may give them the secret of the job, and
-    `held`, the listener of node 0 at the place that the plan names.
     """
     processes.open_standard_descriptors()
-    if plan.nodes is not None:
-        return _run_with_others(plan, plan.nodes, secret, held)
     with contextlib.ExitStack() as stack:
-        # Before anything is started: a port or place that another job has is told at once, not
-        # after the import of torch.
-        held, place = held or _held(plan), _taken(plan)
+        # Before anything is started: what is wrong here, and a port or place that another job has,
+        # is told at once, not after the import of torch.
+        secret, place = b"", None
+        if plan.nodes is None:
+            held, place = _held(plan), _taken(plan)
+        else:
+            from rallypoint.launcher.nodes import endpoint
+
+            nodes, secret, held = endpoint.settled(plan.nodes, plan.cluster, plan.port_range)
+            plan = msgspec.structs.replace(plan, nodes=nodes)
         if held is not None:
             stack.callback(held.release)
         if place is not None:
             stack.callback(place.give_back)
-        agent = Agent(plan, held=held, place=place)
         try:
-            return agent.run()
-        finally:
-            agent.close()
-
-
-def _run_with_others(plan: Plan, nodes: Nodes, secret: bytes, held: HeldPort | None) -> int:
-    """Carry out this node's share of a job on several nodes."""
-    from rallypoint.launcher.nodes import endpoint
-
-    with contextlib.ExitStack() as stack:
-        # Before anything is started: what is wrong here is told at once.
-        if not secret:
-            nodes, secret, held = endpoint.settled(nodes, plan.cluster, plan.port_range)
-        if held is not None:
-            stack.callback(held.release)
-        plan = msgspec.structs.replace(plan, nodes=nodes)
-        try:
-            agent = Agent(plan, held=held, secret=secret)
+            agent = Agent(plan, held=held, place=place, secret=secret)
         except StoppedWhileJoining as stopped:
             return stopped.status
-        try:
-            return agent.run()
-        finally:
-            agent.close()
+        stack.callback(agent.close)
+        return agent.run()
 
 
 def _held(plan: Plan) -> HeldPort | None:

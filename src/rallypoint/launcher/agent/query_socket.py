@@ -101,38 +101,31 @@ def stop(path: str, timeout: float = VISIT_DEADLINE) -> Iterator[tuple[Stopping,
 def _asking(
     path: str, question: bytes, kind: type[_Answer], timeout: float
 ) -> Iterator[tuple[_Answer, socket.socket]]:
+    """Yield the answer, and the connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        yield _asked(sock, path, question, kind, timeout), sock
-
-
-def _asked(
-    sock: socket.socket, path: str, question: bytes, kind: type[_Answer], timeout: float
-) -> _Answer:
-    sock.settimeout(timeout)
-    connected = False
-    try:
-        sock.connect(path)
-        connected = True
-        if os.geteuid() != 0 and not unix_sockets.is_same_user(sock):
-            raise DoorClosed
-        if process_status.is_stopped(
-            listener := unix_sockets.listener_of(sock)
-        ):  # the kernel took the connection for it
-            raise LauncherSilent(listener)
-        sock.sendall(question)
-        said, fds, _, _ = socket.recv_fds(sock, 1, 1)
-    except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
-        raise LauncherSilent(unix_sockets.listener_of(sock)) from None
-    except OSError:
-        raise (SentAway if connected else DoorClosed) from None
-    if not fds:
-        raise OtherVersion if said else SentAway
-    with os.fdopen(fds[0], "rb") as file:
-        file.seek(0)
+        sock.settimeout(timeout)
+        connected = False
         try:
-            return msgspec.msgpack.decode(file.read(), type=kind)
+            sock.connect(path)
+            connected = True
+            if os.geteuid() != 0 and not unix_sockets.is_same_user(sock):
+                raise DoorClosed
+            listener = unix_sockets.listener_of(sock)
+            if process_status.is_stopped(listener):  # the kernel took the connection for it
+                raise LauncherSilent(listener)
+            sock.sendall(question)
+            said, fds, _, _ = socket.recv_fds(sock, 1, 1)
+        except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
+            raise LauncherSilent(unix_sockets.listener_of(sock)) from None
+        except OSError:
+            raise (SentAway if connected else DoorClosed) from None
+        if not fds:
+            raise OtherVersion if said else SentAway
+        try:
+            answer = msgspec.msgpack.decode(memory_files.taken(fds[0]), type=kind)
         except (msgspec.DecodeError, msgspec.ValidationError):
             raise OtherVersion from None
+        yield answer, sock
 
 
 # --- in the agent

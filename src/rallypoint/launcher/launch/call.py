@@ -28,7 +28,7 @@ from rallypoint.errors import (
     UsageError,
     WorkerError,
 )
-from rallypoint.host import signals
+from rallypoint.host import memory_files, signals
 from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.launcher import protocol
 from rallypoint.launcher.launch import agent_pool, notebook_cells
@@ -170,8 +170,7 @@ class LaunchCall:
             case Restarted():
                 self._outcomes.clear()
             case Finished():
-                with os.fdopen(self._received.fds.pop(), "rb") as file:
-                    text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+                text = memory_files.taken(self._received.fds.pop())
                 self._verdict = protocol.from_exact(
                     notebook_cells.named(text.decode()).encode(), Verdict
                 )

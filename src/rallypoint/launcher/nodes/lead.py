@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint.diagnosis.evidence import NodeEvidence
-from rallypoint.diagnosis.rendezvous_mismatch import Misfit
 from rallypoint.diagnosis.report import TEMPORARY
+from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes.all_ranks import AllRanks
 from rallypoint.launcher.nodes.all_standings import AllStandings
 from rallypoint.launcher.nodes.decisions import Decision, TellAll, TellNodes
@@ -65,14 +65,10 @@ class Lost(NodeEvent):
 
 
 class Diagnose(Decision):
-    """Make the reports from this evidence; a `Sentence` is the answer."""
+    """Make the reports about this attempt; a `Sentence` is the answer."""
 
-    evidence: dict[int, NodeEvidence]
-    lost: dict[int, str]  # and how
-    silent: tuple[int, ...]  # living nodes that gave no evidence in time
-    misfit: Misfit | None  # what keeps the ranks from meeting
-    because: str
-    signal: str = ""
+    failed: FailedAttempt
+    lost: dict[int, str]  # nodes, and how each was lost
 
 
 class NextAttempt(Decision):
@@ -102,7 +98,7 @@ class Lead:
         self.ranks = AllRanks(world, hosts, roll_call=roll_call, program=program)
         self._standings = AllStandings(world, hosts)
         self._hosts = hosts
-        self._count = world.nodes
+        self._count, self._size = world.nodes, world.size
         self._restarts = restarts
         self._grace = grace
         self._lost: dict[int, str] = {}
@@ -256,9 +252,16 @@ class Lead:
             self._deadline = late
             return []
         self._diagnosing, self._deadline = True, math.inf
-        evidence, lost, silent = dict(self._evidence), dict(self._lost), sorted(self._awaited)
-        misfit = self.ranks.misfit
-        return [Diagnose(evidence, lost, tuple(silent), misfit, self._because, self._signal)]
+        failed = FailedAttempt(
+            dict(self._evidence),
+            unheard=tuple(self._hosts[node] for node in sorted(self._awaited)),
+            misfit=self.ranks.misfit,
+            because=self._because,
+            signal=self._signal,
+            world_size=self._size,
+            attempt=self.attempt,
+        )
+        return [Diagnose(failed, dict(self._lost))]
 
     def _tick_while_judging(self, event: Tick, now: float) -> list[Decision]:
         return self._perhaps_diagnose(now)

@@ -105,7 +105,6 @@ class LeadRunner:
         self._silent: set[tuple[str, int]] = set()  # host and pid: their leases have ended
         self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._attempt = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._release)
             if nodes.tls:
@@ -346,7 +345,6 @@ class LeadRunner:
                 )
                 self._seat(seats)
             case lead.NextAttempt(attempt):
-                self._attempt = attempt
                 self._seat(self._joining.seats(attempt, self._hold_again(attempt)))
             case lead.Diagnose():
                 self._inbox.put(self._diagnosed(decision))
@@ -362,19 +360,8 @@ class LeadRunner:
     def _diagnosed(self, decision: lead.Diagnose) -> Sentence:
         """Judge, with what was seen of the hosts of lost nodes by now."""
         until = self._clock.monotonic() + LOOK_PATIENCE
-        return self._judge(
-            FailedAttempt(
-                decision.evidence,
-                tuple(self._lost(node, until) for node in decision.lost),
-                tuple(self._joining.hosts[node] for node in decision.silent),
-                decision.misfit,
-                decision.because,
-                decision.signal,
-                self._joining.world.size,
-                self._attempt,
-                self._held_address,
-            )
-        )
+        lost = tuple(self._lost(node, until) for node in decision.lost)
+        return self._judge(decision.failed._replace(lost=lost, held_address=self._held_address))
 
     def _lost(self, node: int, until: float) -> LostNode:
         assert self._lead is not None
