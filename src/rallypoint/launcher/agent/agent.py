@@ -16,18 +16,16 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import process_status, processes, signals
-from rallypoint.launcher import protocol
 from rallypoint.launcher.agent import helper_processes, supervisor
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
 from rallypoint.launcher.agent.launch_request import (
-    CallerGone,
     LaunchRequest,
     StoppedWhileJoining,
 )
 from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
 from rallypoint.launcher.agent.supervisor import Action, MakeReport
 from rallypoint.launcher.plan import Plan, alone, at_node
-from rallypoint.launcher.protocol import Finish, Interrupt
+from rallypoint.launcher.protocol import Finish
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
@@ -470,22 +468,17 @@ class Agent:
     # --- the caller of launch
 
     def _watch_caller(self, request: LaunchRequest) -> None:
-        self._loop.watch(request.line.fileno(), lambda: self._on_caller(request))
-        self._loop.watch(request.caller, self._on_caller_end)
+        for fd in request.filenos():
+            self._loop.watch(fd, lambda: self._on_caller(request))
         if request.timeout is not None:
             gone = self._loop.clock.monotonic() - request.asked
             when = self._loop.now - gone + request.timeout - (request.grace or 0.0)
             self._loop.at("overdue", when, lambda now: self._on_overdue(request))
 
     def _on_caller(self, request: LaunchRequest) -> None:
-        message, _ = protocol.receive(request.line)
-        if not isinstance(message, Interrupt):
-            raise CallerGone
-        self._reporter.event("signal-received", signal=message.signal)
-        self._end_by(message.signal)
-
-    def _on_caller_end(self) -> None:
-        raise CallerGone
+        name = request.interrupt()
+        self._reporter.event("signal-received", signal=name)
+        self._end_by(name)
 
     def _on_overdue(self, request: LaunchRequest) -> None:
         self._overdue = request.timeout or 0.0

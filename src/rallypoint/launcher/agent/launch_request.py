@@ -55,15 +55,17 @@ class LaunchRequest:
         self.files_limit = files_limit
 
     def filenos(self) -> tuple[int, int]:
-        """Return the descriptors that are readable when `stop_if_asked` is to be called."""
+        """Return the descriptors that are readable when `interrupt` is to be called."""
         return self.line.fileno(), self.caller
 
-    def stop_if_asked(self) -> None:
-        """Read what the caller has sent. Raises `StoppedWhileJoining` or `CallerGone`."""
-        message, _ = protocol.receive(self.line)
+    def interrupt(self) -> str:
+        """Return the name of the signal that the caller has passed on. Raises `CallerGone`."""
+        message = None
+        with contextlib.suppress(BlockingIOError):  # a process that it forked has the line, too
+            message, _ = protocol.receive(self.line, flags=socket.MSG_DONTWAIT)
         if not isinstance(message, Interrupt):
             raise CallerGone
-        raise StoppedWhileJoining(message.signal)
+        return message.signal
 
     def is_awaited(self) -> bool:
         """Return whether the caller lives and has not closed its line."""

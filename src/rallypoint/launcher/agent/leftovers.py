@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.host import processes, system_calls
+from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 
@@ -60,14 +60,14 @@ class Leftovers:
             if handle.left_at_exit is not None:  # not named yet: it may still end by itself
                 until = handle.left_at_exit + LEFTOVER_PATIENCE
                 with _held([handle]) as pidfds:
-                    processes.wait_for_ends(pidfds, max(0.0, until - loop.now))
+                    processes.wait_for_ends(pidfds.fds, max(0.0, until - loop.now))
         self._tell(loop.now)
         handles = [handle for handle in handles if not handle.reaped]
         with _held(handles) as pidfds:
-            for handle in handles if pidfds else ():
+            for handle in handles if pidfds.fds else ():
                 processes.send_group(handle.pid, signal.SIGTERM)
-            poll, waiting = select.poll(), set(pidfds)
-            for fd in (*pidfds, *hurries):
+            poll, waiting = select.poll(), set(pidfds.fds)
+            for fd in (*waiting, *hurries):
                 poll.register(fd, select.POLLIN)
             overdue = loop.due("overdue")
             until = min(loop.now + self._job.plan.grace, math.inf if overdue is None else overdue)
@@ -80,13 +80,10 @@ class Leftovers:
                         until = 0.0
 
 
-@contextlib.contextmanager
-def _held(handles: Iterable[RankHandle]) -> Iterator[list[int]]:
+def _held(handles: Iterable[RankHandle]) -> OwnedFds:
     """Open pidfds of all members of these ranks' groups that still are there."""
-    with contextlib.ExitStack() as stack:
-        pidfds = []
-        for one in (one for handle in handles for one in processes.group_members(handle.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                pidfds.append(system_calls.pidfd_open(one.pid))
-                stack.callback(os.close, pidfds[-1])
-        yield pidfds
+    pidfds = OwnedFds()
+    for one in (one for handle in handles for one in processes.group_members(handle.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            pidfds.add(system_calls.pidfd_open(one.pid))
+    return pidfds
