@@ -4,6 +4,7 @@ program clears up.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,23 @@ def wrapped_on_purpose() -> None:
         raise RuntimeError("the configuration is incomplete") from error
 
 
+async def _in_a_task_group() -> None:
+    async def step() -> None:
+        raise KeyError("lr")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(step())
+
+
+def in_a_task_group() -> None:
+    """Such a group begins with the task's exception, and was told as an error of its own."""
+    asyncio.run(_in_a_task_group())
+
+
+def several_in_a_group() -> None:
+    raise ExceptionGroup("two shards", [KeyError("lr"), ValueError("shapes do not match")])
+
+
 @pytest.mark.parametrize(
     ("program", "kind"),
     [
@@ -60,6 +78,8 @@ def wrapped_on_purpose() -> None:
         (the_other_way_failed, ValueError),
         (the_other_way_failed_and_was_closed, ValueError),
         (wrapped_on_purpose, RuntimeError),
+        (in_a_task_group, KeyError),
+        (several_in_a_group, ExceptionGroup),
     ],
 )
 def test_the_first_of_a_chain(program: Callable[[], None], kind: type[Exception]) -> None:

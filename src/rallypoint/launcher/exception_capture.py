@@ -77,19 +77,20 @@ def first_of_chain(error: BaseException) -> BaseException:
 
     `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides
     the reason; an explicit `from` is what the program means and is kept. An exception that `except
-    ImportError:` catches was expected there: the program's other way failed.
+    ImportError:` catches was expected there: the program's other way failed. A group of one, as
+    `asyncio.TaskGroup` raises it, says no more than its member.
     """
     seen = {id(error)}
-    while (
-        error.__cause__ is None
-        and not error.__suppress_context__
-        and (before := error.__context__) is not None
-    ):
-        if id(before) in seen or _was_expected(before, error):
-            break
+    while True:
+        before = error.__context__
+        if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            before = error.exceptions[0]
+        elif error.__cause__ is not None or error.__suppress_context__:
+            return error
+        if before is None or id(before) in seen or _was_expected(before, error):
+            return error
         error = before
         seen.add(id(error))
-    return error
 
 
 # What programs catch to go another way. Broader ones are also caught to clear up: then what failed
@@ -171,7 +172,7 @@ def traceback_text(error: BaseException) -> str:
                 waiting += [
                     one.__cause__,
                     one.__context__,
-                    *(getattr(one, "exceptions", None) or ()),
+                    *(one.exceptions or ()),
                 ]
         return "".join(shown.format())
     except Exception as problem:
@@ -185,11 +186,10 @@ def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
     """Return the user's frames of a traceback, outermost first."""
     found = [
         _frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name)
-        for tb_frame, line in traceback.walk_tb(tb)
-        if not is_ours(tb_frame.f_code.co_filename, tb_frame.f_code.co_name)
+        for tb_frame, line in traceback.walk_tb(without_ours(tb))
     ]
     if len(found) > FRAMES_MOST:
-        found = found[: FRAMES_MOST // 2] + found[-FRAMES_MOST // 2 :]
+        del found[FRAMES_MOST // 2 : -FRAMES_MOST // 2]
     return tuple(found)
 
 
@@ -213,9 +213,7 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     """Return the exception that began `error`'s chain, with the whole chain's traceback."""
     first = first_of_chain(error)
     number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
-    filename = (
-        getattr(first, "filename", None) if isinstance(first, OSError | SyntaxError) else None
-    )
+    filename = first.filename if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
     return Raised(
         type=sayable(type_name(type(first))),
