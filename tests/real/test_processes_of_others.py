@@ -231,14 +231,11 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(tmp_path: Path) -> None:
             said(tmp_path, process, "is up", 2)
             ranks = [e["details"]["pid"] for e in events(tmp_path) if e["what"] == "worker-started"]
             os.kill(process.pid, signal.SIGTSTP)
-            if (
-                os.getsid(0) != os.getpid()
-            ):  # else the kernel does not stop it: no shell could continue it
-                os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-                wait_for(
-                    lambda: all(map(is_stopped, ranks)), "stopped ranks", process
-                )  # each stops when it gets a processor
-                os.killpg(process.pid, signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            wait_for(
+                lambda: all(map(is_stopped, ranks)), "stopped ranks", process
+            )  # each stops when it gets a processor
+            os.killpg(process.pid, signal.SIGCONT)
             assert process.wait(DEADLINE) == 0
         finally:
             process.kill()  # it may be stopped, and would be waited for without an end
