@@ -57,6 +57,12 @@ def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
     assert process_status.resident(child.pid) > 1_000_000
 
 
+def test_a_command_of_several_lines_is_one_line() -> None:
+    """A line that named such a process had become several."""
+    with subprocess.Popen(["sh", "-c", "read line\nexit"], stdin=subprocess.PIPE) as several:
+        assert process_status.command_line(several.pid) == "sh -c read line exit"
+
+
 def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(
     child: subprocess.Popen[bytes],
 ) -> None:

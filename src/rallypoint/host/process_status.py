@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -146,8 +147,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process with its spaces, "" when it cannot be read."""
-    return _content(f"{pid}/cmdline").replace(b"\0", b" ").strip().decode("utf-8", "replace")
+    """Return the command line of a process as one line, "" when it cannot be read."""
+    return str(re.sub(rb"[\0\s]+", b" ", _content(f"{pid}/cmdline")).strip(), "utf-8", "replace")
 
 
 def resident(pid: int) -> int:
