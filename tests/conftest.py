@@ -140,13 +140,11 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def torch_for_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start jobs whose programs need process groups and plain tensors with less of torch; see
-    `torch_for_groups/torch`. Tests of such a file may need none of torch, or the whole of it.
-    scripts/matrix sets RALLYPOINT_WHOLE_TORCH: there, no test goes without a part of torch.
+def torch_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start jobs whose torch loads its least used parts when one is used; see
+    `torch_in_parts`. Tests of such a file may need none of torch. scripts/matrix sets
+    RALLYPOINT_WHOLE_TORCH: there, torch is imported as users import it.
     """
-    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH") or request.node.get_closest_marker(
-        "whole_torch"
-    )
+    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
     if "without_torch" not in request.fixturenames and not whole:
-        _torch_from("torch_for_groups", monkeypatch)
+        _torch_from("torch_in_parts", monkeypatch)

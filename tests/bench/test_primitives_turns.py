@@ -14,6 +14,8 @@ from bench.tables import text
 
 from bench import figures, primitives, store
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 MACHINE = {
     "cores": 2,
     "cpu": "a cpu",

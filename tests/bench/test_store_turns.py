@@ -20,6 +20,7 @@ def has_torch() -> bool:
 
 
 pytestmark = [
+    pytest.mark.usefixtures("torch_in_parts"),
     pytest.mark.torch,
     pytest.mark.slow,
     pytest.mark.skipif(not has_torch(), reason="torch is not installed"),

@@ -16,6 +16,8 @@ import pytest
 from rallypoint.cli import main as cli
 from rallypoint.host import ports
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 RUN = (sys.executable, "-P", "-m", "rallypoint", "run")
 SAVES = """
 import signal, sys, time

@@ -22,6 +22,8 @@ from ..nodes.jobs import TELL, told
 from ..nodes.netns import Cluster, Process
 from .mpirun import WHEELS, Mpi, install
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 OPEN_MPI_5 = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",

@@ -26,6 +26,8 @@ from rallypoint.diagnosis.catalogue import CATALOGUE
 
 from . import golden, public_names
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RALLYPOINT = (sys.executable, "-P", "-m", "rallypoint")

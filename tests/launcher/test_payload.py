@@ -29,7 +29,7 @@ from .ranks import Ranks
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 MIB = 1024 * 1024
 

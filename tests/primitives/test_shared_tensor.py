@@ -28,6 +28,8 @@ from rallypoint.host import processes
 from rallypoint.host.record_lock import RecordLock
 from rallypoint.primitives import shared_tensor, shared_tensor_lock
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 torch = pytest.importorskip("torch")
 
 DEADLINE = 60.0

@@ -26,6 +26,8 @@ class Program:
         """The lines that it prints; it must end well, and complain about nothing."""
         if "torch" not in (FOLDER / name).read_text(encoding="utf-8"):
             self._request.getfixturevalue("without_torch")
+        else:
+            self._request.getfixturevalue("torch_in_parts")
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")
         }

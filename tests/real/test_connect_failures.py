@@ -17,7 +17,7 @@ import pytest
 from .conftest import Run, Write
 from .job import Result
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 # Seconds that each rank gives torch to meet the others: it keeps them, or tries for up to twice as
 # long, or for ever.

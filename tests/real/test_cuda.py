@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import Run, Write
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 # Says that it is up after cuInit, as the real one does. It opens nothing and starts nothing: that
 # it is up shows in no other way.
@@ -235,7 +235,6 @@ print("parent")
 """
 
 
-@pytest.mark.whole_torch
 def test_a_loader_that_uses_cuda(run: Run, write: Write) -> None:
     write("fake_cuda.py", REPLACED)
     program = write("train.py", LOADER.replace("USE", "torch.cuda.init()"))
@@ -247,7 +246,6 @@ def test_a_loader_that_uses_cuda(run: Run, write: Write) -> None:
     )
 
 
-@pytest.mark.whole_torch
 def test_a_loader_that_leaves_cuda_alone(run: Run, write: Write) -> None:
     write("fake_cuda.py", REPLACED)
     result = run("-n", "1", write("train.py", LOADER.replace("USE", "pass")))

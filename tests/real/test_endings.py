@@ -12,6 +12,8 @@ import pytest
 from .conftest import Run, Write
 from .job import DEADLINE, environment
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 ENDINGS = Path(__file__).parent / "scripts" / "endings.py"
 
 

@@ -13,6 +13,8 @@ from .conftest import Run
 from .test_local_sgd import PRELOAD
 from .test_scripts_of_others import EXAMPLES, needs
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 DEADLINE = 100.0  # seconds
 
 

@@ -16,7 +16,7 @@ import rallypoint
 
 from .job import GLOO
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 DEADLINE = 100.0

@@ -21,7 +21,7 @@ from .conftest import Run, Write
 from .job import run_job
 from .test_supervision import helper, said
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 WAYS = pytest.mark.parametrize(
     "way", [(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"]
@@ -312,7 +312,6 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(
     [((), 4), (("--plain",), 4), (("--fresh",), 2)],  # each new interpreter imports torch
     ids=["template", "plain", "fresh"],
 )
-@pytest.mark.whole_torch
 def test_ranks_their_children_and_their_data_loaders_use_one_store(
     run: Run, write: Write, places: Path, way: tuple[str, ...], count: int
 ) -> None:

@@ -21,7 +21,7 @@ import pytest
 import rallypoint
 from rallypoint.errors import LaunchTimeout, RankExited, RankKilled, UsageError, WorkerError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("torch_in_parts")]
 
 
 def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:

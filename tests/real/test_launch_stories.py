@@ -18,7 +18,7 @@ import pytest
 
 from .job import SLOW_TORCH
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 STORIES = sorted((Path(__file__).parent / "launch_stories").glob("*.txt"))
 COMMAND = "$ python program.py\n"

@@ -16,7 +16,7 @@ from .conftest import Run
 from .job import DEADLINE, Result, run_job
 from .test_scripts_of_others import EXAMPLES, needs
 
-pytestmark = [pytest.mark.torch, needs("sklearn")]
+pytestmark = [pytest.mark.usefixtures("torch_in_parts"), pytest.mark.torch, needs("sklearn")]
 
 EXAMPLE = EXAMPLES / "local_sgd.py"
 # Optimizers and DistributedDataParallel import torch._dynamo: once, and not in each rank.

@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import Run, Write
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 # Seconds in which the launcher ends after a rank went home with its error hidden. Half a second is
 # what the bench measures; the program's own start, and a machine that runs other things, too, are
@@ -281,7 +281,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.whole_torch
 def test_a_lone_rank_meets_where_it_was_told_after_the_port_was_given_back(
     run: Run, write: Write
 ) -> None:

@@ -53,7 +53,7 @@ def test_the_script_of_a_page_produces_its_code(
     if not any(word in text for word in _NEEDS_TORCH):
         request.getfixturevalue("without_torch")
     elif not any(word in text for word in _NEEDS_WHOLE_TORCH):
-        request.getfixturevalue("torch_for_groups")
+        request.getfixturevalue("torch_in_parts")
     python = shlex.quote(sys.executable)
     command = re.sub(r"(?<![\w/-])rallypoint run", f"{python} -P -m rallypoint run", PAGES[code])
     command = re.sub(r"(?<![\w/-])python script", f"{python} script", command)

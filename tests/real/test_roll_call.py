@@ -22,7 +22,7 @@ import pytest
 from .conftest import Run, Write
 from .job import DEADLINE, environment, left_behind
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 AFTER = 0.5  # seconds after which the roll is called here, in place of half a minute
 # `rallypoint run` in every other way.

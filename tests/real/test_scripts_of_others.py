@@ -13,7 +13,7 @@ import pytest
 from .conftest import Run
 from .job import SCRIPTS, Result
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -15,7 +15,7 @@ import pytest
 from .job import DEADLINE, RALLYPOINT, environment, run_job
 from .test_supervision import said
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 
 def show(state: Path, *arguments: str) -> str:

@@ -18,7 +18,7 @@ from .job import environment
 from .test_roll_call import LAUNCHER, until
 from .test_supervision import wait_for
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 # The usual answer to "DDP is stuck": each process looks for a free port, and finds one of its own.
 # Its import is that of torch's tutorial.

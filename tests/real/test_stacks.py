@@ -29,6 +29,8 @@ from rallypoint.record import run_list
 from .conftest import Write
 from .job import DEADLINE, Result, environment, run_job
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 STACKS = (sys.executable, "-P", "-m", "rallypoint", "stacks")
 
 WAITING = """\

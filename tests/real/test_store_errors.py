@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import Run, Write
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 WAITS = """
 import os

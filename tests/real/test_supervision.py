@@ -22,7 +22,7 @@ from rallypoint.launcher.agent.supervisor import ONE_SIGNAL
 
 from .job import DEADLINE, MARKER, Result, processes, run_job
 
-pytestmark = pytest.mark.usefixtures("torch_for_groups")
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
 Act = Callable[[subprocess.Popen[bytes]], None]
 
@@ -100,7 +100,6 @@ def helper(state: Path, name: str, launcher: int) -> int:
 @pytest.mark.parametrize(
     "victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join
 )
-@pytest.mark.whole_torch
 def test_nothing_survives_a_launcher_s_process(tmp_path: Path, victims: tuple[str, ...]) -> None:
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
@@ -169,7 +168,6 @@ def test_a_stranger_is_not_signalled(tmp_path: Path) -> None:
         stranger.kill()
 
 
-@pytest.mark.whole_torch
 def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     result = run_job(["-n", "4", "family.py", "raise"], state=tmp_path)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
@@ -183,7 +181,6 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert f"{os.sep}src{os.sep}rallypoint{os.sep}" not in log  # only the user's frames
 
 
-@pytest.mark.whole_torch
 def test_a_crash_names_the_line(tmp_path: Path) -> None:
     result = run_job(["-n", "2", "family.py", "segfault"], state=tmp_path)
     assert (result.rc, result.codes) == (139, ["rank-crashed"]), result.everything
@@ -277,8 +274,8 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
     [
         ("flag", "async"),
         ("interrupt", "sync"),
-        pytest.param("flag", "ddp", marks=pytest.mark.whole_torch),
-        pytest.param("interrupt", "ddp", marks=pytest.mark.whole_torch),
+        ("flag", "ddp"),
+        ("interrupt", "ddp"),
     ],
 )
 def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
@@ -614,7 +611,6 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
     assert result.of(0) == ["300"], result.everything
 
 
-@pytest.mark.whole_torch
 def test_a_fault_of_ours_is_said_to_be_ours_and_leaves_nothing(tmp_path: Path) -> None:
     """The launcher's own loop raises in the middle of a job with children."""
     faulty = (

@@ -25,6 +25,8 @@ from rallypoint.launcher.agent.template_messages import IMPORT_PATIENCE
 from .conftest import Run, Write
 from .job import DEADLINE, MARKER, RALLYPOINT, environment, left_behind
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 SCRIPTS = Path(__file__).parent / "template_scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "template.md"
 

@@ -30,7 +30,7 @@ from .job import (
     run_job,
 )
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 # Everything that is not torch's own is the same in a forked and in a new interpreter; the second
 # one starts in 0.2 s.
@@ -446,7 +446,6 @@ def test_what_depends_on_main_works(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.whole_torch
 def test_loaders_of_every_kind(run: Run) -> None:
     result = run("loaders.py")
     assert result.lines == [

@@ -10,7 +10,7 @@ import pytest
 
 from .job import run_job
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_for_groups")]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 LOADER = """
 import os, signal
@@ -94,7 +94,6 @@ def _write(folder: Path, text: str) -> str:
     return str(program)
 
 
-@pytest.mark.whole_torch
 def test_a_worker_of_a_loader_that_was_killed_is_the_cause(tmp_path: Path) -> None:
     result = run_job(["-n", "2", _write(tmp_path, LOADER)], state=tmp_path)
     assert result.codes == ["rank-killed"], result.everything

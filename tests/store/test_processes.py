@@ -24,6 +24,8 @@ from rallypoint.store.server.server import Server, serve
 
 from .live import DEADLINE, Thread, descriptors, ended_well, output_of, until
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 LONG = 3600.0
 """Seconds that no test waits."""
 
