@@ -13,7 +13,6 @@ from __future__ import annotations
 import posixpath
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -44,14 +43,14 @@ _ALONE = frozenset(("fake", "mpi"))
 Code = Literal["address-differs", "rank-duplicate", "backend-differs", "world-size-differs"]
 
 
-class Caller(msgspec.Struct, frozen=True, dict=True):
+class Caller(msgspec.Struct, frozen=True):
     """A rank that is inside init_process_group now."""
 
     rank: int
     meeting: Meeting
     held: bool = False  # it looks for the others where the launcher holds a socket
 
-    @cached_property
+    @property
     def place(self) -> tuple[str, str]:
         """Where it looks for the others: ("loopback", "29500"), ("", "/tmp/meet"); ("", "") when
         that cannot be compared.

@@ -8,6 +8,7 @@ wait for it, and ranks that look for each other at different places.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -18,14 +19,17 @@ from rallypoint.diagnosis.rendezvous_mismatch import MISFIT_SETTLE, Caller, Misf
 from rallypoint.launcher.nodes.messages import NodeAnswer, RankView, RollCall
 from rallypoint.world import World, ranks_phrase
 
-# Seconds after a change in which other nodes may tell of theirs, before all are looked at together,
-# which takes some ten microseconds a rank.
-LOOK_AFTER = 0.1
-# Seconds between looks at ranks that do not fit together, perhaps.
+# Seconds after a change in which other nodes may tell of theirs, before all are looked at together.
+LOOK_AFTER = 0.05
+# Seconds between looks at ranks that do not fit together, perhaps: a look costs some microseconds a
+# rank.
 LOOK_AGAIN = 0.5
 # Seconds for all nodes to say where the ranks are that others wait for: a node gives its ranks 2.
 ROLL_CALL_PATIENCE = 2.5
 _NODES_MOST = 3  # that a phrase names with their ranks
+
+Kind = tuple[int, tuple[str, str], int, str]
+Place = tuple[Kind, int]
 
 
 class AllRanks:
@@ -49,6 +53,12 @@ class AllRanks:
         self._ended: set[int] = set()
         self._left: set[int] = set()  # ended well
         self._debugged: set[int] = set()
+        # calls of init_process_group that wait now, by what they ask for, and by the rank that they
+        # ask to be
+        self._kinds: Counter[Kind] = Counter()
+        self._places: Counter[Place] = Counter()
+        self._of: dict[int, Place] = {}
+        self._twice = 0  # places that two have asked for
         self._look_at = math.inf
         self._suspected: Misfit | None = None
         self._suspected_since = 0.0
@@ -85,7 +95,7 @@ class AllRanks:
         waited = bool(self._waiting)
         for view in views:
             self._change(view, now)
-        if self._waiting:
+        if self._waiting and (self._left or self._is_suspicious()):
             self._look_at = min(self._look_at, now + LOOK_AFTER)
         if not self._waiting:
             self._roll_at = self._look_at = math.inf
@@ -104,6 +114,21 @@ class AllRanks:
             (self._debugged, view.debugged),
         ):
             (ranks.add if belongs else ranks.discard)(rank)
+        if (before := self._of.pop(rank, None)) is not None:
+            self._count(before, -1)
+        if waits and view.meeting is not None:
+            caller = Caller(rank, view.meeting, view.held)
+            if caller.place[1]:
+                meeting = view.meeting
+                kind = meeting.turn, caller.place, meeting.world_size, meeting.backend.lower()
+                self._of[rank] = kind, meeting.rank
+                self._count(self._of[rank], 1)
+
+    def _count(self, place: Place, change: int) -> None:
+        was = self._places[place]
+        self._twice += (was + change > 1) - (was > 1)
+        self._places[place] += change
+        self._kinds[place[0]] += change
 
     # --- what is certain to keep them apart
 
@@ -143,8 +168,17 @@ class AllRanks:
     def _all_there(self) -> bool:
         return len(self._waiting) + len(self._ended) == self._size
 
+    def _is_suspicious(self) -> bool:
+        """Return whether calls that wait now may not fit together; it costs no look at each."""
+        kinds = [kind for kind, count in self._kinds.items() if count]
+        several = len({turn for turn, *_ in kinds}) < len(kinds)
+        sizes_differ = any(size != self._size for _, _, size, _ in kinds)
+        return several or self._twice > 0 or (sizes_differ and self._all_there())
+
     def _misfit(self, now: float) -> str:
         before, self._suspected = self._suspected, None
+        if not self._is_suspicious():
+            return ""
         callers = {
             rank: Caller(rank, view.meeting, view.held)
             for rank, view in self._views.items()
@@ -157,9 +191,10 @@ class AllRanks:
             through=[callers[rank] for rank in running],
             all_there=self._all_there(),
         )
+        self._look_at = now + LOOK_AGAIN
         if found is None:
             return ""
-        self._look_at, self._suspected = now + LOOK_AGAIN, found
+        self._suspected = found
         if before is None or (before.code, before.ranks) != (found.code, found.ranks):
             self._suspected_since = now
         self._settled = now >= self._suspected_since + MISFIT_SETTLE
