@@ -18,6 +18,8 @@ from rallypoint.diagnosis.catalogue import CATALOGUE
 
 from .test_tiny_run import has_torch
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 needs_torch = pytest.mark.skipif(not has_torch(), reason="torch is not installed")
 
 IT = Fault("one", "raises", ("rank-raised",), says="ValueError")

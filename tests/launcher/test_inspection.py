@@ -31,6 +31,8 @@ from rallypoint.errors import UsageError
 from rallypoint.launcher.launch.marshalling import importable as modules
 from rallypoint.launcher.launch.marshalling import inspection, payload
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 
 def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:

@@ -22,6 +22,8 @@ from rallypoint.launcher.worker.worker_hooks import Hooks
 
 from ..real.job import run_job
 
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
+
 
 class WorkerDied(Exception):
     """What the handler raises."""
