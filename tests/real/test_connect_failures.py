@@ -94,10 +94,8 @@ def test_nobody_listens_there(run: Run, write: Write, nobody: int) -> None:
 def test_a_name_that_has_no_address(run: Run, write: Write) -> None:
     result = met(run, write, "no-such-host.invalid:29500")  # RFC 2606: it never has one
     assert (result.rc, result.codes) == (1, ["address-unresolved"]), result.everything
-    assert (
-        "could not reach no-such-host.invalid:29500: no-such-host.invalid has no address here ("
-        in first_line(result)
-    )
+    # A resolver on a busy machine may need longer than the report waits for it.
+    assert "could not reach no-such-host.invalid:29500: " in first_line(result)
     assert "getent hosts no-such-host.invalid" in result.report
 
 
