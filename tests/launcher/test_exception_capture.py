@@ -88,6 +88,16 @@ def test_the_first_of_a_chain(program: Callable[[], None], kind: type[Exception]
     assert type(exception_capture.first_of_chain(caught.value)) is kind
 
 
+def test_a_member_that_was_never_raised_stands_where_its_group_was() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        raise ExceptionGroup("one shard", [KeyError("lr")])
+    told = exception_capture.raised(caught.value)
+    assert (told.type, told.frames[-1].source) == (
+        "KeyError",
+        'raise ExceptionGroup("one shard", [KeyError("lr")])',
+    )
+
+
 def _closing(seen: list[Exception | None]) -> None:
     seen.append(exception_capture.on_its_way(sys._getframe(1)))
 

@@ -218,7 +218,7 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     return Raised(
         type=sayable(type_name(type(first))),
         message=cut(sayable(message_of(first))),
-        frames=frames_of(first.__traceback__),
+        frames=frames_of(first.__traceback__ or error.__traceback__),
         traceback=cut(sayable(traceback_text(error))),
         call=call,
         caught_at=caught_at,
@@ -267,11 +267,11 @@ def line_of(frame: FrameType | None) -> str:
 
 def shown_path(path: str) -> str:
     """Return a path relative to the working directory when it lies below it."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         relative = os.path.relpath(path)
-    except (OSError, ValueError):
-        return sayable(path)
-    return sayable(path if relative.startswith("..") else relative)
+        if not relative.startswith(".."):
+            path = relative
+    return sayable(path)
 
 
 def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
@@ -284,10 +284,10 @@ def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
     names = {kind.__name__ for kind in type(error).__mro__}
     while frame is not None:
         code = frame.f_code
-        if not is_ours(code.co_filename):
-            found = _clause(code.co_filename, frame.f_lineno, names)
-            if found is not None:
-                return _frame(code.co_filename, found, code.co_name)
+        if not is_ours(code.co_filename) and (
+            found := _clause(code.co_filename, frame.f_lineno, names)
+        ):
+            return _frame(code.co_filename, found, code.co_name)
         frame = frame.f_back
     return None
 
