@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import py_compile
 import re
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_what_the_program_left_by_is_told_with_its_own_line(
         rf"error\[rank-exited\]: (both ranks|rank [01]) {re.escape(headline)}\n", result.report
     ), result.everything
     assert f"  where  {place}, pid " in result.report, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_compiled_script_runs_as_python_runs_it(tmp_path: Path) -> None:
+    """It was compiled as source: a SyntaxError about null bytes."""
+    (tmp_path / "train.py").write_text(
+        "print(__name__, __file__, __loader__.get_source('__main__'))"
+    )
+    py_compile.compile(str(tmp_path / "train.py"), str(tmp_path / "train.pyc"))
+    result = run_job(["train.pyc"], state=tmp_path, cwd=tmp_path)
+    assert result.out == f"__main__ {tmp_path}/train.pyc None\n", result.everything
 
 
 STAND_INS = """\

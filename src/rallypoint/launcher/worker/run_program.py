@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import builtins
-import importlib.machinery
 import os
 import signal
 import sys
 import traceback
 from collections import deque
 from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rallypoint.diagnosis import stacks
 from rallypoint.host import archives
@@ -147,8 +147,7 @@ def _said_by(leaving: SystemExit) -> str:
     """Return the text given to `sys.exit`, or argparse's message without the usage."""
     if isinstance(leaving.code, str):
         return leaving.code
-    innermost = deque(traceback.walk_tb(leaving.__traceback__), maxlen=1)
-    for frame, _ in innermost:
+    for frame, _ in deque(traceback.walk_tb(leaving.__traceback__), maxlen=1):
         # ArgumentParser.exit(status, message).
         if frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit":
             return str(frame.f_locals.get("message") or "").partition(": error: ")[2]
@@ -185,11 +184,15 @@ def load(program: Program) -> tuple[CodeType, ModuleType]:
     place_folder(program)
     if program.kind != "module" and not _holds_main(program):
         path = os.path.abspath(program.target)
-        with open(path, "rb") as file:
-            source = file.read()
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        main = _main(path, loader, __spec__=None, __package__=None, __cached__=None)
-        return compile(source, path, "exec", dont_inherit=True), main
+        compiled = path.endswith(".pyc")
+        kind = SourcelessFileLoader if compiled else SourceFileLoader
+        loader = kind("__main__", path)
+        code: Any = (
+            loader.get_code("__main__")
+            if compiled
+            else compile(loader.get_data(path), path, "exec", dont_inherit=True)
+        )
+        return code, _main(path, loader)
     import runpy
 
     # What `python -m` itself calls; its own kind of error, or an ImportError of the module's would
@@ -204,10 +207,9 @@ def load(program: Program) -> tuple[CodeType, ModuleType]:
             _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
     except runpy._Error as problem:  # type: ignore[attr-defined]
         near = _nearest_module(program.target)
-        text = f"{problem}; the nearest is {near}" if near else str(problem)
+        text = f"{problem}; the nearest is {near}" if near else f"{problem}"
         raise ModuleNotFoundError(text, name=program.target) from None
-    origin = {"__spec__": spec, "__package__": spec.parent, "__cached__": spec.cached}
-    return code, _main(spec.origin, spec.loader, **origin)
+    return code, _main(spec.origin, spec.loader, spec)
 
 
 def _nearest_module(name: str) -> str:
@@ -222,7 +224,8 @@ def _nearest_module(name: str) -> str:
             there = [one.name for one in pkgutil.iter_modules(path)]
             near = difflib.get_close_matches(parts[known], there, n=1)
             parts[known : known + 1] = near
-            return ".".join(parts) if near and ".".join(parts) != name else ""
+            found = ".".join(parts)
+            return found if near and found != name else ""
     return ""
 
 
@@ -232,9 +235,15 @@ def _holds_main(program: Program) -> bool:
     return program.kind == "script" and bool(archives.main_of(program.target))
 
 
-def _main(path: str, loader: object, **origin: object) -> ModuleType:
+def _main(path: str, loader: object, spec: Any = None) -> ModuleType:
     main = ModuleType("__main__")
     main.__dict__.update(
-        __file__=path, __loader__=loader, __builtins__=builtins, __annotations__={}, **origin
+        __file__=path,
+        __loader__=loader,
+        __builtins__=builtins,
+        __annotations__={},
+        __spec__=spec,
+        __package__=spec and spec.parent,
+        __cached__=spec and spec.cached,
     )
     return main
