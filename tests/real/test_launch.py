@@ -483,6 +483,9 @@ def test_wrong_arguments_are_answered_before_anything_starts() -> None:
         rallypoint.launch(print, timeout=0)
     with pytest.raises(UsageError, match="grace=9 is not less than timeout=4"):
         rallypoint.launch(print, timeout=4, grace=9)
+    for name, value in (("A=B", "1"), ("", "1"), ("A\0", "1"), ("A", "1\0")):
+        with pytest.raises(UsageError, match="is no variable"):
+            rallypoint.launch(print, env={name: value})
 
 
 def test_env_reaches_the_ranks_and_changes_are_seen() -> None:

@@ -326,10 +326,13 @@ def environment_of_ranks(env: Mapping[str, str | None] | None, nproc: int) -> di
     for name, value in (env or {}).items():
         if value is None:
             environment.pop(name, None)
-        elif isinstance(value, str):
-            environment[name] = value
-        else:
+        elif not isinstance(value, str):
             raise TypeError(f"env[{name!r}]={value!r}: a variable is text; None removes it")
+        elif not name or "=" in name or "\0" in name + value:
+            what = "a name is not empty and has no '=', and no text has a NUL"
+            raise UsageError("usage", f"env[{name!r}]={value!r} is no variable: {what}")
+        else:
+            environment[name] = value
     if nproc > 1:
         environment.setdefault(
             "OMP_NUM_THREADS", str(threads_of_a_rank(len(os.sched_getaffinity(0)), nproc))
