@@ -19,7 +19,7 @@ from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.job_diagnosis import FailedAttempt
-from rallypoint.launcher.nodes import endpoint
+from rallypoint.launcher.nodes import endpoint, messages
 from rallypoint.launcher.nodes.lead_runner import LeadRunner
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,
@@ -34,11 +34,13 @@ from rallypoint.launcher.nodes.messages import (
     Failing,
     Missing,
     Over,
+    Refused,
     Seated,
     Sentence,
     Versions,
 )
 from rallypoint.launcher.plan import Nodes
+from rallypoint.store.client.member import Member
 from rallypoint.store.server.server import Server
 
 from ..test_plan import plan
@@ -288,6 +290,28 @@ def test_a_name_without_an_answer_does_not_make_joining_longer() -> None:
     assert isinstance(lost, LeadLost)
     assert lost.problem is not None
     assert lost.problem.code == "join-timeout"
+
+
+def test_another_lead_is_told_that_has_not_said_yet_who_it_is(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look ended for ever at a lead that had just begun, and both waited for the others."""
+    job = endpoint.job_name(_nodes(count=2))
+    with Server(secret=SECRET, job=job, local=False) as server:
+        place = "127.0.0.1", int(server.address.rpartition(":")[2])
+        monkeypatch.setattr(endpoint, "is_elsewhere", lambda nodes: True)
+        monkeypatch.setattr(endpoint, "places", lambda nodes: [place])
+        member = join(lambda failed: Sentence((), 1), count=2)
+        with Member.join([place], SECRET, job=job, ttl=20.0, timeout=20.0) as store:
+            until = time.monotonic() + 20.0
+            while not store.status()["waiting"]:
+                assert time.monotonic() < until, "nobody looks"
+            other = Applicant("1", "gpu01", 1, 1, 2, Versions("1", "", "3.11"), "", node_rank=0)
+            store.set(messages.LEADER, messages.encode(other))
+            told = _of_kind(member, Refused)
+    assert isinstance(told, Refused)
+    assert told.code == "node-duplicate"
+    assert "gpu01" in told.headline
 
 
 def test_another_job_at_one_of_several_ports_is_passed_by(join: Join) -> None:

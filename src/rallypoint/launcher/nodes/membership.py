@@ -291,7 +291,7 @@ class Membership:
                         timeout=TRY_TIMEOUT,
                         tls=nodes.tls,
                     ) as store:
-                        found = messages.decode(store.get(messages.LEADER))
+                        found = messages.decode(store.wait(messages.LEADER, TRY_TIMEOUT))
                     if isinstance(found, Applicant) and found.id != here.id:
                         self._put(refusals.two_leads(here.host, found.host, nodes.host))
                         return
