@@ -20,7 +20,7 @@ from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint, messages
-from rallypoint.launcher.nodes.lead_runner import LeadRunner
+from rallypoint.launcher.nodes.lead_runner import LeadRunner, StoodStill
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,
     Heard,
@@ -244,7 +244,7 @@ def test_a_lead_that_stood_still_blames_itself(join: Join, seconds: float, lost:
     clock.stood = seconds
     membership.send(Failing(0, "rank 0 ended"))
     heard = _heard(membership)
-    assert isinstance(heard, ConnectionError) is lost, heard
+    assert isinstance(heard, StoodStill) is lost, heard
     assert not lost or f"{seconds:.0f}" in str(heard)
 
 

@@ -34,7 +34,7 @@ from rallypoint.launcher.agent.launch_request import LaunchRequest, StoppedWhile
 from rallypoint.launcher.agent.results_elsewhere import ResultsElsewhere, pieces
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes.judgement import judge
-from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, looked
+from rallypoint.launcher.nodes.lead_runner import LOOK_TIMEOUT, StoodStill, looked
 from rallypoint.launcher.nodes.membership import LeadLost, Membership, NotReached
 from rallypoint.launcher.nodes.messages import (
     AllWait,
@@ -267,7 +267,9 @@ class OtherNodes:
                     job.reporter.report_moved(ranks)
             case LeadLost(because):
                 self._on_lost(because)
-            case ConnectionError():  # this node leads, and its launcher stood still
+            case StoodStill():  # this node leads
+                self._on_lost(str(heard), heard.seconds)
+            case ConnectionError():  # the lead's own session: this launcher stood still
                 self._on_lost(str(heard))
             case Exception():
                 raise heard
@@ -290,12 +292,15 @@ class OtherNodes:
         else:
             self._on_lost("nothing is heard of the lead any more")
 
-    def _on_lost(self, because: str) -> None:
-        """End the ranks: the conversation with the lead is over."""
+    def _on_lost(self, because: str, still: float = 0.0) -> None:
+        """End the ranks: the conversation with the lead is over. `still`: seconds for which this
+        launcher stood still, if they are known.
+        """
         if not self._is_lost:
             self._is_lost = True
             late = self._job.loop.now - self._lease_due
-            self._stood_still = late if late > STOOD_STILL else 0.0
+            # The lead's thread knows it for sure; this loop may have looked at the time since.
+            self._stood_still = still or (late if late > STOOD_STILL else 0.0)
             self._job.feed(supervisor.Isolated(because))
 
     def _begin_attempt(self) -> None:

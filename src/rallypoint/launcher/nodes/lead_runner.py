@@ -62,6 +62,14 @@ LOOK_PATIENCE = 0.5
 """Seconds that a report waits for such a look. Evidence of the other nodes comes meanwhile."""
 
 
+class StoodStill(ConnectionError):
+    """This launcher stood still, for as long as the other nodes wait for the lead, or longer."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"this launcher stood still for {seconds:.1f} s")
+        self.seconds = seconds
+
+
 class LeadRunner:
     """The lead's threads. Made when this node is to lead."""
 
@@ -251,8 +259,7 @@ class LeadRunner:
             before, looked = looked, self._clock.monotonic()
             if looked - before > self._nodes.timeout and self._is_running():
                 # Their ends, which it sees now, are because of it.
-                still = f"this launcher stood still for {looked - before:.1f} s"
-                self._failed(ConnectionError(still))
+                self._failed(StoodStill(looked - before))
                 return
             if event is None:
                 is_leaving = True
