@@ -142,7 +142,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def torch_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start jobs whose torch loads its least used parts when one is used; see
-    `torch_in_parts`. Tests of such a file may need none of torch. scripts/matrix sets
+    `torch_in_parts/sitecustomize.py`. It does nothing beside `without_torch`. scripts/matrix sets
     RALLYPOINT_WHOLE_TORCH: there, torch is imported as users import it.
     """
     whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")

@@ -179,8 +179,8 @@ FAULTS: dict[str, Callable[[ChaosProxy], Any]] = {
         2503, of="client"
     ).reset(to="client"),
 }
-"""By bytes: how fast this machine is at the moment does not matter. The one by time leaves a process that
-seldom comes to run enough of it to connect."""
+"""By bytes, so that the speed of this machine does not matter. Resets by time come seldom enough for
+a client on a busy machine to connect between two of them."""
 
 ADDS = 300
 

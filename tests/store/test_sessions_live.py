@@ -392,7 +392,7 @@ def test_a_ttl_that_is_too_short_or_too_long_is_the_shortest_or_longest(
     server: Server, direct: Store, ttl: float
 ) -> None:
     """The client gives its signs of life as often as the server wants them. On a busy machine it may
-    not come to it in 50 ms: one session of several is to live for three times as long."""
+    miss the 50 ms, so one of several sessions has to live for three times as long."""
     for _ in range(20):
         with rallypoint.connect(server.address, secret=server.secret, ttl=ttl) as store:
             store.set("mine", 1, ephemeral=True)

@@ -299,7 +299,8 @@ class OtherNodes:
         if not self._is_lost:
             self._is_lost = True
             late = self._job.loop.now - self._lease_due
-            # The lead's thread knows it for sure; this loop may have looked at the time since.
+            # The lead's thread has measured `still`. This loop may have planned its next look since
+            # it went on, and then it does not seem late.
             self._stood_still = still or (late if late > STOOD_STILL else 0.0)
             self._job.feed(supervisor.Isolated(because))
 

@@ -329,7 +329,7 @@ def environment_of_ranks(env: Mapping[str, str | None] | None, nproc: int) -> di
         elif not isinstance(value, str):
             raise TypeError(f"env[{name!r}]={value!r}: a variable is text; None removes it")
         elif not name or "=" in name or "\0" in name + value:
-            what = "a name is not empty and has no '=', and no text has a NUL"
+            what = "a name must not be empty or contain '=', and neither name nor value may contain NUL"
             raise UsageError("usage", f"env[{name!r}]={value!r} is no variable: {what}")
         else:
             environment[name] = value

@@ -83,9 +83,9 @@ class LeadRunner:
         clock: Clock,
         failed: Callable[[Exception], None],
     ) -> None:
-        """`secret`: of the coordination store. `applicant`: this node's own. `judge` is called by the lead's thread. `clock`: of this
-        agent, to which the times of all nodes are shifted. `failed` is called by a thread that
-        cannot go on."""
+        """Take the lead. `secret`: of the coordination store. `applicant`: this node's own. `judge` is
+        called by the lead's thread. `clock`: of this agent, to which the times of all nodes are
+        shifted. `failed` is called by a thread that cannot go on."""
         self._claim = claim
         assert plan.nodes is not None
         self._plan, self._nodes = plan, (nodes := plan.nodes)
