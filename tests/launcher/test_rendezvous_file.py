@@ -327,11 +327,12 @@ def test_of_many_that_start_at_once_one_has_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("last", ["fourth", "fifth"])
 def test_of_two_that_find_a_dead_jobs_record_one_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     """Another takes it between our look and our attempt; and one that slept through a whole job
-    notices that its number is old.
+    notices that its number is old, even if a fifth job has removed its record by then.
     """
     folder = tmp_path / "job"
     folder.mkdir()
@@ -358,12 +359,16 @@ def test_of_two_that_find_a_dead_jobs_record_one_has_it(
             if name == "third":
                 places[-1].give_back()
         link(source, target)
+        if last == "fifth":
+            places[-1].give_back()
+            places.append(take(str(folder), last))
 
     places[0].give_back()
     monkeypatch.setattr(os, "link", later)
-    with pytest.raises(EnvironmentProblem):
+    with pytest.raises(EnvironmentProblem) as taken:
         take(str(folder), "asleep")
-    assert [(one.job, one.ended) for one in written(folder)] == [("fourth", False)]
+    assert taken.value.code == "rendezvous-in-use"
+    assert [(one.job, one.ended) for one in written(folder)] == [(last, False)]
     places[-1].give_back()
 
 

@@ -269,7 +269,8 @@ def _try(folder: str, record: Record) -> RendezvousFile | None:
         os.unlink(temporary)
     numbers = _numbers(folder)
     if max(numbers) > number:  # a whole job has passed since the look: it used this number, too
-        os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):  # the next one has removed it with older ones
+            os.unlink(path)
         return None
     for old in numbers:
         if old < number:
