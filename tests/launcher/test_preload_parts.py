@@ -39,15 +39,6 @@ def test_only_what_brings_nobody_elses_package(name: str, brought: set[str], ear
     assert preload_parts.may_be_early(name, brought) is early
 
 
-def test_what_every_rank_has_imported() -> None:
-    assert preload_parts.of_all([["torch.a", "torch.b", "torch.c"], ["torch.c", "torch.a"]]) == (
-        "torch.a",
-        "torch.c",
-    )
-    assert preload_parts.of_all([["torch.a"], []]) == ()
-    assert preload_parts.of_all([]) == ()
-
-
 READS = """
 import os, sys
 import torch, torch.distributed

@@ -282,6 +282,7 @@ def test_the_second_call_imports_once_what_all_ranks_of_the_first_imported(
     """
     assert calls(tmp_path) == ["late", "early", "early", "1"]  # of one template
     assert calls(tmp_path, preload="['none']") == ["late", "late", "late", "1"]
+    assert calls(tmp_path) == ["early", "early", "early", "1"]  # another start of that program
 
 
 @pytest.mark.parametrize(
@@ -298,6 +299,7 @@ def test_calls_go_on_when_a_part_spoils_the_template(
 ) -> None:
     write("site-packages/torch.late_part.py", SLOW + IN_THE_TEMPLATE + text + "\n")
     assert calls(tmp_path) == ["late", "late", "late", "2"]  # it is tried once
+    assert calls(tmp_path) == ["late", "late", "late", "1"]
 
 
 SETS = CALLS.replace(
@@ -319,3 +321,25 @@ def test_a_call_that_sets_what_a_part_reads_is_told_and_heard_the_next_time(
         "late",
         "2",
     ]
+    assert calls(tmp_path, SETS) == ["late", "late", "late", "1"]
+
+
+TWO = """
+import rallypoint
+def plain():
+    import sys
+    return 'torch.late_part' in sys.modules
+def work():
+    import sys
+    early = 'torch.late_part' in sys.modules
+    import torch.late_part
+    return early
+print(*('early' if all(rallypoint.launch(fn, nproc=2)) else 'late' for fn in (plain, work)))
+"""
+
+
+def test_a_function_that_imports_nothing_does_not_wait_for_what_another_does(
+    start: Start, tmp_path: Path
+) -> None:
+    for found in ("late", "early"):
+        assert calls(tmp_path, TWO) == ["late", found]

@@ -139,10 +139,10 @@ def test_two_jobs_that_end_at_the_same_moment_leave_a_whole_file(path: str) -> N
 
 
 def test_each_program_and_environment_has_its_own() -> None:
-    given = ["script", "/home/ada/train.py", "/env/bin/python", "2.13.0"]
+    given = ["module", "train", "/home/ada", "2.13.0"]
     home = {"HOME": "/home/ada"}
     paths = {preload_history.path_for(home, *given)}
-    for place, other in enumerate(("module", "/home/ada/eval.py", "/env2/bin/python", "2.14.0")):
+    for place, other in enumerate(("function", "eval", "/home/bob", "2.14.0")):
         changed = list(given)
         changed[place] = other
         paths.add(preload_history.path_for(home, *changed))

@@ -19,7 +19,7 @@ from rallypoint.launcher import exits, torch_version
 
 if TYPE_CHECKING:
     from rallypoint.cli.args import CommandLine
-    from rallypoint.launcher.plan import Machine, Options, Plan
+    from rallypoint.launcher.plan import Machine, Options
 
 NODE_0_FIRST = 2.0
 """Seconds in which node 0 shows what is wrong with the command line of all nodes. Open MPI ends the
@@ -103,7 +103,8 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         if made.nodes is not None and made.nodes.folder_once:
             rendezvous_file.make_above(folder)
         rendezvous_file.look(folder)
-    memory = _memory(made, environ)
+    program = made.program
+    memory = preload_history.path_for(environ, program.kind, program.target, made.cwd, made.torch)
     made = plan.with_parts(
         made,
         precheck.source(made.program),
@@ -154,15 +155,6 @@ def _show(fd: int, data: bytes) -> None:
     stream = sys.stdout if fd == 1 else sys.stderr
     stream.buffer.write(data)
     stream.buffer.flush()
-
-
-def _memory(made: Plan, environ: Mapping[str, str]) -> str:
-    """Return the file of what earlier runs of this program have shown."""
-    from rallypoint.record import preload_history
-
-    kind, target = made.program.kind, made.program.target
-    name = os.path.realpath(target) if kind == "script" else f"{target} in {made.cwd}"
-    return preload_history.path_for(environ, kind, name, sys.executable, made.torch)
 
 
 # --- facts

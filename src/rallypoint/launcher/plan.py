@@ -211,17 +211,15 @@ def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
         remarks.append(
             "torch._dynamo is imported once, before the ranks are forked: the program's optimizer or DDP would import it in each of them"
         )
-    if plan.plain:
-        return msgspec.structs.replace(
-            plan, parts=tuple(parts), learns=False, remarks=tuple(remarks)
-        )
-    parts += learnt.parts
-    remarks += [
-        f"{name} is imported once, before the ranks are forked: in an earlier run each of them did"
-        for name in learnt.parts
-    ]
-    remarks += [f"{name} is left to the ranks: {why}" for name, why in learnt.spoilt.items()]
-    return msgspec.structs.replace(plan, parts=tuple(parts), memory=memory, remarks=tuple(remarks))
+    plan = msgspec.structs.replace(plan, learns=not plan.plain, memory="" if plan.plain else memory)
+    if plan.learns:
+        parts += learnt.parts
+        remarks += [
+            f"{name} is imported once, before the ranks are forked: in an earlier run each of them did"
+            for name in learnt.parts
+        ]
+        remarks += [f"{name} is left to the ranks: {why}" for name, why in learnt.spoilt.items()]
+    return msgspec.structs.replace(plan, parts=tuple(parts), remarks=tuple(remarks))
 
 
 class Options(Chosen, frozen=True, kw_only=True):

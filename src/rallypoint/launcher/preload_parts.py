@@ -60,14 +60,6 @@ def may_be_early(name: str, brought: Iterable[str]) -> bool:
     return all(root.startswith(_GENERATED) for root in roots)
 
 
-def of_all(told: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Return the modules that every rank has told, in the order of the first."""
-    ranks = [tuple(names) for names in told]
-    return (
-        tuple(name for name in ranks[0] if all(name in other for other in ranks)) if ranks else ()
-    )
-
-
 def load(names: Sequence[str], unclean: Callable[[], str]) -> tuple[str, str]:
     """Import these parts in a template; return the one that made it unfit, or cannot be imported,
     and why; "" and "" when all is well. One that hangs or crashes ends the process by a signal,

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -35,11 +36,12 @@ class Learnt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spoilt: dict[str, str] = {}  # modules of torch that are not to be imported early, and why
 
 
-def path_for(environ: Mapping[str, str], kind: str, program: str, python: str, torch: str) -> str:
-    """Return the file of a program. `program`: a script's path, or a module's name and the folder
-    in which it was started."""
+def path_for(environ: Mapping[str, str], kind: str, program: str, folder: str, torch: str) -> str:
+    """Return the file of a program. `kind`: of `Program`. `program`: a script's path, or the name of
+    a module or a function, which was started in `folder`. `torch`: its version."""
+    name = os.path.realpath(program) if kind == "script" else f"{program} in {folder}"
     key = hashlib.sha256(
-        "\0".join((kind, program, python, torch)).encode("utf-8", "surrogateescape")
+        "\0".join((kind, name, sys.executable, torch)).encode("utf-8", "surrogateescape")
     ).hexdigest()[:32]
     return os.path.join(os.path.dirname(default_root(environ)), "learnt", f"{key}.json")
 

@@ -19,7 +19,6 @@ from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import (
     Exited,
     ImportFailed,
-    ImportParts,
     Packet,
     Ready,
     Reap,
@@ -55,14 +54,6 @@ class HelperProcesses:
         time in ns, size; none when it has imported parts of torch since it was ready the first
         time."""
         self.ready, self._files = True, files or self._files
-
-    def import_parts(self, parts: tuple[str, ...]) -> None:
-        """Let the template, between two jobs, import these parts of torch. It is not ready
-        until it has.
-        """
-        if self.template is not None and self.ready:
-            self.template.order(ImportParts(parts))
-            self.ready = False
 
     def use(self, template: TemplateHandle) -> None:
         """Have this template forked from now on, as soon as it is ready."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rallypoint.launcher import preload_parts
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.plan import Plan
 
@@ -13,7 +12,6 @@ class PreloadedParts:
     """Parts that are imported early in this job, and parts that are better left to the ranks."""
 
     def __init__(self, plan: Plan) -> None:
-        self._learns = plan.learns
         self.early = plan.parts
         self.spoilt: dict[str, str] = {}  # left to the ranks, and why
 
@@ -29,10 +27,8 @@ class PreloadedParts:
         """Return the parts that every rank has imported after the fork and that may be imported
         before it.
         """
-        if not self._learns:
-            return ()
         return tuple(
             name
-            for name in preload_parts.of_all(handle.parts for handle in ranks)
-            if name not in self.spoilt
+            for name in (ranks[0].parts if ranks else ())  # in the order of the first
+            if name not in self.spoilt and all(name in handle.parts for handle in ranks)
         )

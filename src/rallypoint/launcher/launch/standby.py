@@ -32,12 +32,14 @@ from rallypoint.launcher.agent.launch_request import (
     LaunchRequest,
     StoppedWhileJoining,
 )
+from rallypoint.launcher.agent.reporter import LEARNT_TIMEOUT
 from rallypoint.launcher.launch.standby_main import Terms
 from rallypoint.launcher.plan import Machine, Options, Plan, SettledNodes
 from rallypoint.launcher.program import Program
-from rallypoint.launcher.protocol import Call, Finished, Packet, Ready, Verdict
-from rallypoint.record import run_folder
+from rallypoint.launcher.protocol import Call, Finished, ImportParts, Packet, Ready, Verdict
+from rallypoint.record import preload_history, run_folder
 from rallypoint.record.disk_writer import DiskWriter
+from rallypoint.record.preload_history import Learnt
 from rallypoint.record.run_folder import default_root
 
 DISCARD_TIMEOUT = 5.0
@@ -54,12 +56,11 @@ def serve(terms: Terms) -> None:
     )
     standby = _Standby(terms, helpers)
     try:
-        while standby.wait():
-            pass
-    except CallerGone:
-        pass
+        with contextlib.suppress(CallerGone):
+            while standby.wait():
+                pass
     finally:
-        standby.close()
+        helpers.end()  # the ranks have ended before
 
 
 class _Standby:
@@ -72,10 +73,6 @@ class _Standby:
         # Parts of torch that all ranks of a call have imported: the template does for the next.
         self._parts: tuple[str, ...] = ()
         self._spoilt: set[str] = set()  # those that it shall not (any more)
-
-    def close(self) -> None:
-        """End the template and the guard. The ranks have ended before."""
-        self._helpers.end()
 
     def wait(self) -> bool:
         """Wait for a call and carry it out; False when the caller or the guard has ended."""
@@ -118,10 +115,8 @@ class _Standby:
         if not agent.parts.spoilt.keys().isdisjoint(agent.parts.early):  # the template has them
             self._helpers.dismiss_template()
         self._forget(agent.parts.spoilt)
-        new = tuple(name for name in agent.learnt if name not in (*self._parts, *self._spoilt))
-        if new:
-            self._parts += new
-            self._helpers.import_parts(new)
+        if agent.plan.memory:
+            self._import_parts(agent.learnt)
 
     def _carry_out(self, call: Call, fds: list[int]) -> bool:
         with contextlib.suppress(OSError):  # removed just now: the ranks say so
@@ -134,7 +129,16 @@ class _Standby:
                     f"rallypoint: {exception_capture.sayable(changed)} was changed since it was preloaded: it is imported anew\n".encode(),
                 )
             self._helpers.dismiss_template()
-        self._set_up_template(call)
+        memory = ""
+        if preload_parts.NONE not in call.preload:
+            memory = preload_history.path_for(
+                os.environ,
+                "function",
+                call.task.name,
+                call.task.folder,
+                torch_version.torch_version(),
+            )
+        self._set_up_template(call, memory)
         settled = msgspec.msgpack.decode(call.nodes, type=SettledNodes) if call.nodes else None
         held = None
         if settled is not None and settled.listens:
@@ -151,7 +155,7 @@ class _Standby:
         with contextlib.closing(request):
             agent = None
             try:
-                made = self._plan(call, settled)
+                made = self._plan(call, settled, memory)
                 secret = settled.secret if settled is not None else b""
                 agent = Agent(made, request, held=held, secret=secret)
             except StoppedWhileJoining as stopped:
@@ -181,23 +185,45 @@ class _Standby:
             self._learn(agent)
         return verdict.usable
 
-    def _set_up_template(self, call: Call) -> None:
-        """Have the template import what the call preloads; the first call says what that is."""
+    def _set_up_template(self, call: Call, memory: str) -> None:
+        """Have the template import what the call preloads; the first call says what that is. Then
+        the parts of torch that all ranks of this function imported in an earlier run.
+        """
+        known = Learnt()
+        with contextlib.suppress(TimeoutError):
+            known = DiskWriter().ask(
+                lambda: preload_history.read(memory, self._terms.began), LEARNT_TIMEOUT
+            )
+        self._forget(known.spoilt)
+        self._import_parts(known.parts)
         template = self._helpers.template
         if template is not None and not template.is_set_up:
-            paths = call.task.paths
             template.set_up(
                 helper_processes.setup(
                     Program("function", ""),
-                    _modules(call),
+                    tuple(name for name in call.preload if name != preload_parts.NONE),
                     os.environ,
+                    parts=self._parts,
                     imports=True,
                     hooks=True,
-                    paths=paths,
+                    paths=call.task.paths,
                 )
             )
 
-    def _plan(self, call: Call, settled: SettledNodes | None) -> Plan:
+    def _import_parts(self, names: Iterable[str]) -> None:
+        """Let the template import those of these parts that it has not, when it begins or now;
+        not while it is busy with others.
+        """
+        new = tuple(name for name in names if name not in (*self._parts, *self._spoilt))
+        template = self._helpers.template
+        if template is not None and template.is_set_up and new:
+            if not self._helpers.ready:
+                return
+            template.order(ImportParts(new))
+            self._helpers.ready = False
+        self._parts += new
+
+    def _plan(self, call: Call, settled: SettledNodes | None, memory: str) -> Plan:
         self._calls += 1
         environ = {**os.environ, **call.environment}
         for name in call.task.without:
@@ -236,6 +262,7 @@ class _Standby:
             run_dir=run_dir,
             task=call.task,
             parts=self._parts,
+            memory=memory,
             rank_environment=tuple({**call.environment, **own} for own in made.rank_environment),
         )
 
@@ -247,10 +274,6 @@ class _Standby:
             raise CallerGone from None
         finally:
             os.close(fd)
-
-
-def _modules(call: Call) -> tuple[str, ...]:
-    return tuple(name for name in call.preload if name != preload_parts.NONE)
 
 
 def _for_python(report: Report) -> Report:
