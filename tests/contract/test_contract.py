@@ -34,7 +34,7 @@ import pytest
 
 from ..real.job import RALLYPOINT, TORCHRUN, Result, environment, run_job
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
 HERE = Path(__file__).parent
 RECORD = HERE / "torchrun.json"
