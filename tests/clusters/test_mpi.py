@@ -332,7 +332,19 @@ def errors(process: Process) -> list[str]:
     return re.findall(r"^error\[([a-z-]+)\]", process.output(), re.MULTILINE)
 
 
+REDUCES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()}: {total.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+# The import of what learning needs is most of such a job: the other two MPIs add two numbers.
 @pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["openmpi5"], indirect=True)
 def test_the_digits_are_learnt_on_two_nodes_without_a_flag(mpi: Mpi) -> None:
     job = mpi.start(*RUN, DIGITS, "--epochs", "3")
     assert job.wait(60) == 0, job.output()
@@ -340,6 +352,16 @@ def test_the_digits_are_learnt_on_two_nodes_without_a_flag(mpi: Mpi) -> None:
     assert accuracy is not None, job.output()
     assert float(accuracy[1]) > 0.9
     assert "rank 1 on cpu" in job.output()
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["openmpi4", "mpich"], indirect=True)
+def test_a_group_of_two_nodes_without_a_flag(mpi: Mpi, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(REDUCES)
+    job = mpi.start(*RUN, program)
+    assert job.wait(60) == 0, job.output()
+    assert sorted(re.findall(r"rank \d: \d", job.output())) == ["rank 0: 2", "rank 1: 2"]
 
 
 @pytest.mark.nodes

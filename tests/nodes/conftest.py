@@ -26,14 +26,18 @@ def _ended(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def _shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(4, tmp_path_factory.mktemp("cluster")) as made:
+def _shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    with Cluster(getattr(request.module, "NODES", 4), tmp_path_factory.mktemp("cluster")) as made:
         yield made
 
 
 @pytest.fixture
 def cluster(_shared: Cluster) -> Iterator[Cluster]:
-    """Four nodes that all tests of a module share, each time as new."""
+    """Four nodes that all tests of a module share, each time as new; NODES of a module are another
+    number.
+    """
     yield _shared
     _ended(_shared)
 
