@@ -6,13 +6,15 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import rallypoint
+
+from .test_house import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 SRC = Path(rallypoint.__file__).parent
@@ -128,20 +130,23 @@ def name_of(path: Path) -> str:
     return path.relative_to(SRC).as_posix()
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    """Parse a module once for all tests here."""
-    return ast.parse(path.read_text("utf-8"))
-
-
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, what is imported by full name, whether it is inside a function, or for types only),
     `import a` and `from a import b` alike.
     """
-    tree = _tree(path)
+    return iter(_imports(path))
+
+
+@cache
+def _imports(path: Path) -> tuple[tuple[int, str, bool], ...]:
+    return tuple(_find_imports(path))
+
+
+def _find_imports(path: Path) -> Iterator[tuple[int, str, bool]]:
+    nodes = nodes_of(path)
     inside = {
         id(node)
-        for block in ast.walk(tree)
+        for block in nodes
         if isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         or (
             isinstance(block, ast.If)
@@ -150,7 +155,7 @@ def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
         )
         for node in ast.walk(block)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, id(node) in inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -259,7 +264,9 @@ def test_pure_modules_touch_no_clock_socket_thread_or_process() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     mute = [
-        str(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(_tree(path))
+        str(path)
+        for path in MODULES
+        if path.stat().st_size and not ast.get_docstring(tree_of(path))
     ]
     assert not mute
 
@@ -293,17 +300,17 @@ def test_every_variable_that_is_read_or_set_by_name_is_in_the_table() -> None:
     unknown = [
         f"{path}:{line}: {name}"
         for path in MODULES
-        for line, name in _names_of_variables(_tree(path))
+        for line, name in _names_of_variables(nodes_of(path))
         if not is_documented(name)
     ]
     assert not unknown, "\n".join(unknown)
 
 
-def _names_of_variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _names_of_variables(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """The literals in environ["X"], environ.get("X") and getenv("X"), whatever `environ` is an
     attribute of.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Subscript) and _is_environment(node.value):
             found = node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
