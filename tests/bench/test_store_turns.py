@@ -33,6 +33,7 @@ def one(party: str, task: str, clients: int, **spec: Any) -> store.Outcome:
     return outcome
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_latency() -> None:
     outcome = one(TCP, "latency", 1, warm=3, count=50, placed=store.APART)
     found = store.latency_values(outcome, "")
@@ -51,25 +52,27 @@ def test_values_come_back_as_they_were() -> None:
 
 
 def test_mixed_counts_what_was_uploaded() -> None:
-    found = store.beside(one(OURS, "mixed", 2, size=2**20, seconds=0.2))
+    found = store.beside(one(OURS, "mixed", 2, size=2**20, seconds=0.05))
     assert found["upload_0"] == 0
     assert isinstance(found["upload_1"], float)
     assert found["upload_1"] > 0
 
 
 def test_the_peer_takes_part() -> None:
-    taken = one(PEER, "throughput", 2, warm=3, seconds=0.1)
+    taken = one(PEER, "throughput", 2, warm=3, seconds=0.03)
     assert len(taken["results"]) == 2
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_rates_and_many_sessions_of_ours() -> None:
-    rates = store.rates(one(OURS, "throughput", 2, warm=3, seconds=0.1))
+    rates = store.rates(one(OURS, "throughput", 2, warm=3, seconds=0.03))
     assert all(isinstance(rate, float) and rate > 0 for rate in rates.values())
     outcome = one(OURS, "sessions", 2, sessions=20)
     assert [result["sessions"] for result in outcome["results"]] == [10, 10]
     assert len(outcome["phases"]) == 3
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_storm_and_joining_where_no_name_server_answers() -> None:
     assert store.connected(one(OURS, "storm", 4, count=2))["failures"] == 0
     found = store.joined(one(OURS, "join", 4, dns="silent"))
@@ -77,6 +80,7 @@ def test_a_storm_and_joining_where_no_name_server_answers() -> None:
     assert found["seconds"] < 60
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_who_fails_or_is_late_is_not_measured_and_says_why() -> None:
     late = store.crowd(OURS, "storm", 2, 0.0, count=1)
     assert late["error"] == "not done within 0 s"

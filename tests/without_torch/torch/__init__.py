@@ -23,6 +23,11 @@ class Generator:
 
 default_generator = Generator()
 
+
+def set_num_threads(count: int) -> None:
+    """Threads that compute: there are none."""
+
+
 # C++'s streams exist in a process that has loaded torch, and a rank's end flushes them.
 _cpp = ctypes.CDLL("libstdc++.so.6")
 _cpp._ZNSt8ios_base4InitC1Ev(ctypes.create_string_buffer(1))  # std::ios_base::Init()
