@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from types import TracebackType
+from typing import Any
 
 SECRET = b"the secret of a server in a test"
 
@@ -19,6 +20,14 @@ signal.signal(signal.SIGTERM, lambda *_: server.stop("somebody asked for it"))
 print(server.address, server._path, flush=True)
 server.serve_forever()
 """
+
+
+def add_and_tell(store: Any) -> None:
+    """Run in a spawned child, with a c10d store. It stands here as a child imports all of the module
+    that its function is in.
+    """
+    store.add("n", 1)
+    store.set("timeout", str(store.timeout.total_seconds()))
 
 
 class ServerProcess:

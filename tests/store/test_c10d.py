@@ -29,11 +29,14 @@ import rallypoint
 from rallypoint.store.server.server import Server
 
 from .live import let_servers_be_late
+from .processes import add_and_tell
 
 dist: Any = pytest.importorskip("torch.distributed", reason="torch is not installed")
 
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
 REPOSITORY = Path(__file__).parents[2]
 GUIDE = REPOSITORY / "docs" / "guides" / "from-tcpstore.md"
@@ -780,16 +783,11 @@ def test_a_forked_child_goes_on_with_a_session_of_its_own(client: rallypoint.Sto
     assert store.get("n") == b"101"
 
 
-def _add_in_child(store: Any) -> None:
-    store.add("n", 1)
-    store.set("timeout", str(store.timeout.total_seconds()))
-
-
 @pytest.mark.torch
 def test_it_is_an_argument_of_a_process(client: rallypoint.Store) -> None:
     store = client.c10d("mine/")
     store.set_timeout(seconds(12))
-    process = multiprocessing.get_context("spawn").Process(target=_add_in_child, args=(store,))
+    process = multiprocessing.get_context("spawn").Process(target=add_and_tell, args=(store,))
     process.start()
     process.join(SOON)
     assert process.exitcode == 0
@@ -912,7 +910,7 @@ import rallypoint
 
 what, size, address, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
 torch.set_num_threads(1)
-if what == "everything":
+if what == "groups_and_ddp":
     import torch._dynamo  # DistributedDataParallel does: once, and not in each rank
 
 
@@ -925,7 +923,11 @@ def begin(rank, store, **options):
     gc.collect()
 
 
-def everything(rank):
+def groups_and_ddp(rank):
+    groups(rank, ddp)
+
+
+def groups(rank, train=lambda rank: None):
     store = connect(rank)
     begin(rank, store.c10d())
     tensor = torch.full((1000,), float(rank + 1))
@@ -940,16 +942,7 @@ def everything(rank):
     assert things == [{"from": 0}]
     dist.barrier()
     dist.monitored_barrier(timeout=timedelta(seconds=60))
-
-    torch.manual_seed(rank)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    weights = [torch.empty(2, 4) for _ in range(size)]
-    dist.all_gather(weights, model.module.weight.detach())
-    assert all(torch.equal(weights[0], other) for other in weights)
-    del model
+    train(rank)
     dist.destroy_process_group()
 
     begin(rank, store.c10d(prefix="second/"))
@@ -961,6 +954,17 @@ def everything(rank):
         assert {key.partition("/")[0] for key in store.keys()} == {"c10d", "second"}, store.keys()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def ddp(rank):
+    torch.manual_seed(rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    weights = [torch.empty(2, 4) for _ in range(size)]
+    dist.all_gather(weights, model.module.weight.detach())
+    assert all(torch.equal(weights[0], other) for other in weights)
 
 
 def absent_at_monitored_barrier(rank):
@@ -1001,6 +1005,7 @@ def nccl(rank):
     dist.destroy_process_group()
 
 
+gc.freeze()  # the ranks' rounds of the collector need not look at torch
 children = []
 for rank in range(size):
     child = os.fork()
@@ -1038,7 +1043,7 @@ def ranks(what: str, size: int, address: str, secret: bytes) -> None:
 @pytest.mark.parametrize(
     ("what", "size"),
     [
-        ("everything", 4),  # whose groups are of two
+        ("groups_and_ddp", 4),  # whose groups are of two
         ("absent_at_monitored_barrier", 2),
         ("absent_at_start", 2),
     ],
@@ -1094,7 +1099,7 @@ def test_a_process_group_opens_over_a_unix_socket_with_no_port_of_ours(tmp_path:
     server.start()
     try:
         assert server.address == f"unix://{path}"
-        ranks("everything", 2, server.address, server.secret)
+        ranks("groups", 2, server.address, server.secret)
         assert _listening() == before
     finally:
         server.stop()
