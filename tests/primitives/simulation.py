@@ -161,7 +161,10 @@ class Process:
 
     @property
     def done(self) -> bool:
-        return all(thread.done for thread in self.threads)
+        for thread in self.threads:  # asked at every step: `all` takes twice as long
+            if not thread.done:
+                return False
+        return True
 
     # --- asking ---
 
@@ -503,12 +506,13 @@ class World:
         rng = self.rng
         quiet = 0
         for count in range(STEPS):
-            busy = [process for process in self.processes if not process.done]
-            if not busy:
+            if all(process.done for process in self.processes):
                 break
             self.now += STEP
             if rng.random() < 0.02 and count < CALM:
-                self.misfortune(rng.choice(busy))
+                self.misfortune(
+                    rng.choice([process for process in self.processes if not process.done])
+                )
             quiet = 0 if self.step(rng.choice(self.processes)) else quiet + 1
             if quiet > 3 or rng.random() < 0.01:
                 self.now += rng.uniform(0.0, 0.3)

@@ -4,6 +4,7 @@ what is wrong.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -300,26 +301,22 @@ def test_what_is_computed_once(history: list[Event], rule: str) -> None:
 # --- the simulation
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_a_thousand_histories_are_true(block: int) -> None:
+def test_a_thousand_histories_are_true_and_everything_happens_in_them() -> None:
     """A failure names its seed: `python -m tests.primitives.simulation SEED` prints that
-    history.
+    history. If not everything happened in them, they would show little.
     """
-    for seed in range(100 * block, 100 * block + 100):
-        _, violations = judged(seed)
+    found: Counter[str] = Counter()
+    for seed in range(1000):
+        world, violations = judged(seed)
         assert not violations, "\n".join([f"seed {seed}", *map(str, violations)])
-
-
-def test_everything_happens_in_them() -> None:
-    """Otherwise the test above would show little."""
-    found = counts([judged(seed)[0] for seed in range(600)])
+        found += counts([world])
     answers = (
         "lock granted", "lock timed out", "lock refused", "lock unknown", "unlock done", "unlock absent", "write done", "write refused",
         "arrive passed", "arrive timed out", "arrive broken", "arrive mismatch", "arrive missed", "put done", "put unknown", "take value",
         "take timed out", "take unknown", "accept done", "accept absent", "return done", "claim granted", "claim value", "claim failed",
         "resolve done", "fault cut", "fault freeze", "fault die", "fault impatience", "fault again",
     )  # fmt: skip
-    assert [answer for answer in answers if found[answer] < 3] == []
+    assert [answer for answer in answers if found[answer] < 5] == []
 
 
 def test_a_seed_is_a_history() -> None:
