@@ -692,7 +692,7 @@ def test_a_name_of_any_length(lock: RecordLock) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_nobody_is_ever_beside_anybody_while_holders_are_killed(
     lock: RecordLock, seed: int
 ) -> None:
@@ -729,7 +729,7 @@ def test_nobody_is_ever_beside_anybody_while_holders_are_killed(
 
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(child(work)) for _ in range(4)]
-        for _ in range(25):
+        for _ in range(12):  # scripts/soak primitives-kills does it often
             victim = workers.pop(0)
             victim.hear()
             seen = view[1]

@@ -217,6 +217,7 @@ raise BadBatch
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_handler_that_raises_while_the_end_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DIES_WHILE_TOLD)
     result = run_job(["-n", "2", str(tmp_path / "train.py")], state=tmp_path)

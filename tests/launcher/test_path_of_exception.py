@@ -12,7 +12,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
+
 import rallypoint
+
+pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
 SOURCE = str(Path(rallypoint.__file__).parent)
 

@@ -297,21 +297,6 @@ def test_developers_mode_hears_nothing_of_us(run: Run, write: Write) -> None:
     )
 
 
-def test_torch_compile_with_its_own_processes(run: Run, write: Write) -> None:
-    """Its pool of compiling processes is started from the rank, and goes with it."""
-    program = write(
-        "train.py",
-        "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
-        "import torch._inductor.config as config\n"
-        "config.compile_threads = 2\n"
-        "from concurrent.futures import wait\n"
-        "pool = AsyncCompile.process_pool()\n"
-        "print(pool.submit(sum, (1, 2)).result(60))\n",
-    )
-    result = run(program)
-    assert (result.rc, result.lines) == (0, ["3"]), result.everything
-
-
 # --- the clean check
 # --------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def test_a_fork_works_where_warnings_are_errors(server: Server) -> None:
     "ignore:This process:DeprecationWarning"
 )  # that it has threads: that is what is tried
 def test_forks_while_other_threads_use_the_store(store: Store) -> None:
-    forks, threads, stop = 50, 4, threading.Event()
+    forks, threads, stop = 15, 4, threading.Event()
     large = bytes(range(256)) * (LARGE // 256)
 
     def use(index: int) -> int:
@@ -257,8 +257,8 @@ def main():
         store["secret"] = server.secret.hex()
         START
         pids = list(store.values("from/"))
-        assert len({*pids, os.getpid()}) == 3, pids
-        assert store.add("n") == 41
+        assert len({*pids, os.getpid()}) == 1 + len(pids) > 1, pids
+        assert store.add("n") == 20 * len(pids) + 1
         assert store.statistics()["reconnects"] == 0
         assert store.status()["sessions"] == 1, store.status()  # those of the children ended with them
         print("well")
@@ -279,7 +279,7 @@ PROCESSES = """
 
 PROCESSES_OF_TORCH = """
         import torch.multiprocessing
-        torch.multiprocessing.spawn(turned, args=(store,), nprocs=2)
+        torch.multiprocessing.spawn(turned, args=(store,), nprocs=1)
 """
 
 

@@ -363,7 +363,7 @@ def storm_of_calls(store: Store, threads: int) -> dict[str, int]:
     value = b"v" * 200_000
     clock = Clock()
     with Storm(threads, handle) as storm:
-        while clock.elapsed() < 2.5:
+        while clock.elapsed() < 0.8 or storm.raised <= 40:
             kind, call = storm.chance.random(), Clock()
             if kind < 0.6:
                 if storm.strike(lambda: store.add("n")):
@@ -377,7 +377,6 @@ def storm_of_calls(store: Store, threads: int) -> dict[str, int]:
             longest = max(longest, call.elapsed())
     stop.set()
     join()
-    assert storm.raised > 20
     assert done <= store["n"] <= done + interrupted
     assert store.get("nested", 0) >= nested
     assert store.get("others", 0) == sum(others)

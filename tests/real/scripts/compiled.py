@@ -1,8 +1,11 @@
 """torch.compile in every rank, with its pool of compiling processes."""
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
+from torch._inductor.async_compile import AsyncCompile
 
+torch._inductor.config.compile_threads = 2  # on one processor there is no pool
 dist.init_process_group("gloo")
 
 
@@ -14,4 +17,6 @@ def curve(x: torch.Tensor) -> torch.Tensor:
 total = curve(torch.linspace(0, 1, 64)).sum()
 dist.all_reduce(total)
 print(f"{total.item():.1f}", flush=True)
+if dist.get_rank() == 0:
+    print(AsyncCompile.process_pool().submit(sum, (1, 2)).result(60), flush=True)
 dist.destroy_process_group()
