@@ -134,5 +134,7 @@ def test_compile_in_every_rank(run: Run, tmp_path: Path) -> None:
             "TORCHINDUCTOR_VEC_ISA_OK": "0",
         },
     )
-    assert (result.rc, result.of(0), result.of(1)) == (0, ["128.0", "3"], ["128.0"]), result.everything
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["128.0", "3"], ["128.0"]), (
+        result.everything
+    )
     assert complaints(result) == [], result.everything
