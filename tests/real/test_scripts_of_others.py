@@ -117,9 +117,10 @@ def test_lightning(run: Run, tmp_path: Path) -> None:
     reason="torch.compile does not quote torch's folder for the linker: it fails in one with a space",
 )
 def test_compile_in_every_rank(run: Run, tmp_path: Path) -> None:
-    """Its pool of compiling processes is started from the rank, and goes with it. Nothing is in the
-    cache. Neither torch's headers are compiled beforehand, nor a program for
-    each vector unit that the processor may have: they were two thirds of this.
+    """Its pool of compiling processes is started from the rank, and goes with it.
+
+    Nothing is in the cache. Neither torch's headers are compiled beforehand, nor a program for each
+    vector unit that the processor may have: they were two thirds of this.
     """
     compiler = "torch._inductor.compile_fx"  # imported once, and not in each rank
     result = run(
