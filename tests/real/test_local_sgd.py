@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.usefixtures("torch_in_parts"), pytest.mark.torch, need
 EXAMPLE = EXAMPLES / "local_sgd.py"
 # Optimizers and DistributedDataParallel import torch._dynamo: once, and not in each rank.
 PRELOAD = ("--preload", "sklearn.datasets,torch._dynamo")
+# Both have learnt by then, and from there on alike.
+EPOCHS = ("--epochs", "10")
 
 
 def accuracies(result: Result) -> dict[int, float]:
@@ -30,12 +32,12 @@ def accuracies(result: Result) -> dict[int, float]:
 
 
 def test_it_learns_as_well_as_ddp(run: Run) -> None:
-    local = run("-n", "4", *PRELOAD, EXAMPLE)
+    local = run("-n", "4", *PRELOAD, EXAMPLE, *EPOCHS)
     assert local.rc == 0, local.everything
     found = accuracies(local)
     assert set(found) == {0, 1, 2, 3}, local.everything
     assert len(set(found.values())) == 1, local.everything  # the same model
-    ddp = run("-n", "4", *PRELOAD, EXAMPLES / "digits_ddp.py")
+    ddp = run("-n", "4", *PRELOAD, EXAMPLES / "digits_ddp.py", *EPOCHS)
     assert ddp.rc == 0, ddp.everything
     assert len([line for line in ddp.lines if "first step, loss" in line]) == 4, ddp.everything
     accuracy = re.search(r"^\[0\] test accuracy (\S+)$", ddp.out, re.MULTILINE)
@@ -70,6 +72,7 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
         "--on-failure",
         "continue",
         EXAMPLE,
+        *EPOCHS,
         "--quorum",
         "3",
     )
