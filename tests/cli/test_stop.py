@@ -16,8 +16,6 @@ import pytest
 from rallypoint.cli import main as cli
 from rallypoint.host import ports
 
-pytestmark = pytest.mark.usefixtures("torch_in_parts")
-
 RUN = (sys.executable, "-P", "-m", "rallypoint", "run")
 SAVES = """
 import signal, sys, time
@@ -91,6 +89,7 @@ def test_there_is_nothing_to_stop(
 
 
 @pytest.mark.parametrize("where", ["newest", "name", "part", "folder elsewhere", "name elsewhere"])
+@pytest.mark.usefixtures("without_torch")
 def test_a_job_is_stopped_in_good_order(
     state: Path,
     program: Path,
@@ -120,6 +119,7 @@ def test_a_job_is_stopped_in_good_order(
         assert "is over" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_job_whose_run_folder_was_removed_is_named(
     state: Path, program: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +136,7 @@ def test_a_job_whose_run_folder_was_removed_is_named(
     assert jobs[0].end() == 143
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_job_that_nobody_named_is_not_disturbed(
     state: Path,
     program: Path,
@@ -156,6 +157,7 @@ def test_a_job_that_nobody_named_is_not_disturbed(
     assert asked == []
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_second_one_kills(
     state: Path, program: Path, jobs: list[Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_second_one_kills(
     )
 
 
+@pytest.mark.usefixtures("torch_in_parts")
 def test_the_holder_of_a_port_is_ended_as_the_error_says(
     state: Path, program: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:

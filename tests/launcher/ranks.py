@@ -6,6 +6,7 @@ it gets.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -74,6 +75,7 @@ class Ranks:
 def _template(line: socket.socket) -> None:
     import torch  # noqa: F401
 
+    gc.freeze()  # a child's rounds of the collector need not look at torch
     while True:
         setting, fds, _, _ = socket.recv_fds(line, 1 << 20, FDS_MOST)
         if not setting:
