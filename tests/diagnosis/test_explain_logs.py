@@ -70,7 +70,7 @@ def test_latin_1_and_zero_bytes() -> None:
 def test_memory_does_not_grow_with_what_is_read() -> None:
     """Neither by one endless line, nor by errors that differ."""
     reader = Reader("x")
-    findings = reader.read(b"a\r" * 500_000 for _ in range(20))
+    findings = reader.read(b"a\r" * 500_000 for _ in range(4))
     assert findings.sightings == ()
     endless = Reader("x").read([b"x" * (1 << 20)] * 16 + [b"\nValueError: x\n"])
     assert [sighting.place.line for sighting in endless.sightings] == [2]

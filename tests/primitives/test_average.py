@@ -633,6 +633,7 @@ def test_small_means_below_the_limit_of_a_meeting() -> None:
     assert averages.SMALL_BYTES + 4096 < 64 * 1024
 
 
+@pytest.mark.usefixtures("torch_in_parts")
 def test_a_spawned_process_with_the_store_as_its_argument(connect: Callable[..., Store]) -> None:
     store = connect()
     process = multiprocessing.get_context("spawn").Process(target=_spawned, args=(store,))

@@ -354,7 +354,7 @@ def test_in_the_block_they_use_the_lock_that_is_held() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["add_", "copy_"])
 def test_a_change_is_whole_or_absent_wherever_its_writer_is_killed(how: str) -> None:
-    told = script("killed.py", how, "20")
+    told = script("killed.py", how, "12")
     assert re.fullmatch(r"\d+ finished for the dead\n", told)
 
 
@@ -787,7 +787,7 @@ def test_every_way_into_another_process() -> None:
     assert ways == [
         f"{method}{way}"
         for method in ("fork", "spawn", "forkserver")
-        for way in ("", ", a pool's initializer", ", a pool's arguments", ", a queue")
+        for way in ("", ", a queue", ", a pool's initializer", ", a pool's arguments")
     ] + ["torch.multiprocessing.spawn", "os.fork and cloudpickle", "no descriptor more"]
 
 

@@ -22,10 +22,11 @@ def add(shared, much):
             shared.tensor[0] += 1
 
 
-def twice(first, second, raw):
+def twice(first, second, raw, queue, answers):
     assert first is second
     add(first, 100)
     raw[1] += 1
+    from_queue(queue, answers)  # here too: to start a process is what takes long
 
 
 def keep(shared):
@@ -65,24 +66,24 @@ def main():
         processes = multiprocessing.get_context(method)
         if method == "forkserver":
             processes.set_forkserver_preload(["torch"])
-        worker = processes.Process(target=twice, args=(shared, shared, shared.tensor))
+        queue, answers, other = processes.Queue(), processes.Queue(), rallypoint.SharedTensor(3)
+        worker = processes.Process(
+            target=twice, args=(shared, shared, shared.tensor, queue, answers)
+        )
         worker.start()
+        queue.put(other)
+        assert answers.get(timeout=60) is other
+        told(method, [100, 1, 0])
+        queue.put(None)
         worker.join()
         assert worker.exitcode == 0
-        told(method, [100, 1, 0])
+        assert other.tensor.tolist() == [100, 0, 0]
+        told(f"{method}, a queue", [0, 0, 0])
         with processes.Pool(1, initializer=keep, initargs=(shared,)) as pool:
             pool.map(add_to_kept, [50] * 2)
             told(f"{method}, a pool's initializer", [100, 0, 0])
             pool.starmap(add, [(shared, 50)] * 2)
             told(f"{method}, a pool's arguments", [100, 0, 0])
-        queue, answers = processes.Queue(), processes.Queue()
-        worker = processes.Process(target=from_queue, args=(queue, answers))
-        worker.start()
-        queue.put(shared)
-        assert answers.get(timeout=60) is shared
-        queue.put(None)
-        worker.join()
-        told(f"{method}, a queue", [100, 0, 0])
 
     torch.multiprocessing.spawn(rank, args=(shared,), nprocs=1)
     told("torch.multiprocessing.spawn", [100, 0, 0])
