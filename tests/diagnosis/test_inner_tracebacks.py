@@ -4,6 +4,8 @@ exception: that one is shown.
 
 from __future__ import annotations
 
+import msgspec
+
 from rallypoint.diagnosis.evidence import (
     Ended,
     Frame,
@@ -53,6 +55,28 @@ def test_what_a_loaders_worker_raised_is_shown_where_it_raised_it() -> None:
         "    return self.rows[name]",
         "KeyError: 'a.png'",
     )
+
+
+def test_a_long_traceback_in_a_message_loses_frames_and_not_the_exception() -> None:
+    """The line that stands for what was left out ended the traceback: the exception in it was lost."""
+    deeper = "".join(
+        f'  File "{TORCH}/utils/data/_utils/fetch.py", line {i}, in fetch\n    data = deeper\n'
+        for i in range(2000)
+    )
+    own = '  File "/home/ada/data.py", line 7, in __getitem__\n    raise KeyError(name)\n'
+    message = IN_LOADER.format(kind="KeyError") + WORKER + deeper + own + "KeyError: 'a.png'\n"
+    report = judged("KeyError", message)
+    assert report.headline == "rank 1 raised KeyError: 'a.png' (in DataLoader worker process 1)"
+    assert report.where == "data.py:7 in __getitem__, in a DataLoader worker of pid 4001"
+
+
+def test_an_exception_that_was_cut_is_not_cut_again() -> None:
+    for text in ("x" * 1_000_000, "\u20ac" * 100_000, "two words\n" * 40_000):
+        error = Raised("ValueError", text, (), text)
+        assert len(error.message) < len(error.traceback) < len(text)
+        assert (error.message[:2000], error.message[-2000:]) == (text[:2000], text[-2000:])
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(error), type=Raised)
+        assert (again.message, again.traceback) == (error.message, error.traceback)
 
 
 def test_what_the_library_raised_in_the_worker_is_placed_at_the_programs_line() -> None:

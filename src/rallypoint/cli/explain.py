@@ -40,6 +40,8 @@ LAST_WORDS = 2.0
 last words.
 """
 
+MOST_READ = 1 << 16  # characters of a message that are read, as many as of a line of a log
+
 _CODE = re.compile(r"\b(?:error|warning|stopped)\[([a-z]+(?:-[a-z0-9]+)*)\]")
 
 _LOG_NAMES = (".log", ".txt", ".out", ".err", ".gz", ".bz2", ".xz")
@@ -59,7 +61,7 @@ def main(line: CommandLine) -> int:
 
 
 def _explain(words: Sequence[str], error_format: str) -> int:
-    message = " ".join(words)
+    message = " ".join(words)[:MOST_READ]
     word = message if len(words) == 1 else ""
     there = [os.path.exists(one) for one in words]
     name = word.lower().replace("_", "-")
@@ -102,7 +104,7 @@ def _code(text: str) -> str:
     """Return the code that was meant by `rank-killed`, `rank_killed`, `rank killed`, `RANK-KILLED`,
     or a copied headline; "" if none was.
     """
-    copied = _CODE.search(text) if "\n" not in text else None
+    copied = _CODE.search(text, 0, MOST_READ) if "\n" not in text else None
     code = copied[1] if copied else "-".join(text.lower().replace("_", " ").split())
     return code if code in CATALOGUE else ""
 

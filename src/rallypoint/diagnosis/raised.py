@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from rallypoint.errors import Advice
 
@@ -16,6 +17,30 @@ class Frame(msgspec.Struct, frozen=True):
     source: str = ""  # the source line, stripped; "" when unknown
 
 
+MESSAGE_BYTES = 16 * 1024
+"""Bytes of an exception's message that are kept: every message of torch's is shorter, and nearly a
+hundred regular expressions are searched for in each.
+"""
+
+TRACEBACK_BYTES = 80 * 1024
+"""Bytes of its traceback, in which few are: the longest line that is read of a log, and frames. A
+packet has room for both.
+"""
+
+
+def cut(text: str, limit: int = TRACEBACK_BYTES) -> str:
+    """Shorten a text to so many bytes: the middle goes, head and tail stay."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= limit:
+        return text
+    half = limit // 2 - 25  # the line between them counts, too
+    end = len(data) - half
+    # The tail begins with a whole line, if one begins soon: a piece of one would end a traceback.
+    end = data.find(b"\n", end, end + 500) + 1 or end
+    between = b"\n  [... %d bytes left out ...]\n" % (end - half)
+    return (data[:half] + between + data[end:]).decode("utf-8", "ignore")
+
+
 CUDA_START = "torch.cuda"
 """The `call` of an error that left torch's first use of CUDA in a process: `.cuda()`,
 `.to("cuda")`.
@@ -23,7 +48,9 @@ CUDA_START = "torch.cuda"
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """An exception that was seen in a rank."""
+    """An exception that was seen in a rank. Long texts lose their middle, wherever they came
+    from: a rank, an error file, a log.
+    """
 
     type: str  # qualified as Python prints it: "ValueError", "torch.distributed.DistNetworkError"
     message: str
@@ -43,3 +70,8 @@ class Raised(msgspec.Struct, frozen=True):
     code: str = ""
     why: tuple[str, ...] = ()  # with a code: the facts
     help: Advice = ()  # with a code: (sentence, line to type)
+
+    def __post_init__(self) -> None:
+        """Bound what the rules search in."""
+        force_setattr(self, "message", cut(self.message, MESSAGE_BYTES))
+        force_setattr(self, "traceback", cut(self.traceback))

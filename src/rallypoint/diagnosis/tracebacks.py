@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis.evidence import Frame, Raised
+from rallypoint.diagnosis.raised import Frame, Raised, cut
 
 _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
 
@@ -35,7 +35,7 @@ def wrapped(error: Raised) -> Raised | None:
     """
     before, joint, _ = error.traceback.partition(_DIRECTLY)
     inner = exception_in(before.rstrip().splitlines()) if joint else None
-    return replace(inner, at=error.at) if inner is not None else None
+    return inner and replace(inner, at=error.at)
 
 
 _IN_LOADER = re.compile(
@@ -48,9 +48,10 @@ def in_loader(message: str) -> tuple[str, str]:
     "ValueError: bad image"; ("", "") for another message.
     """
     found = _IN_LOADER.search(message)
-    after = message[found.end() :].splitlines() if found is not None else ()
-    lines = [line for line in after if _EXCEPTION.match(line)]
-    return (found[1], lines[-1]) if found is not None and lines else ("", "")
+    if found is None:
+        return "", ""
+    lines = filter(_EXCEPTION.match, reversed(message[found.end() :].splitlines()))
+    return next(((found[1], line) for line in lines), ("", ""))
 
 
 def from_loader(error: Raised) -> Raised | None:
@@ -60,7 +61,7 @@ def from_loader(error: Raised) -> Raised | None:
     found = _IN_LOADER.search(error.message)
     if found is None:
         return None
-    _, *lines = error.message[found.end() :].rstrip().splitlines() or [""]
+    lines = error.message[found.end() :].rstrip().splitlines()[1:]
     return exception_in([_TRACEBACK, *lines])
 
 
@@ -142,19 +143,6 @@ def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
     return None
 
 
-ERROR_FILE_MOST = 32_000
-"""Characters of one text in an error file that are read, as many as a rank's own words have: an
-assertion may show a whole list.
-"""
-
-
-def _cut(text: str) -> str:
-    if len(text) <= ERROR_FILE_MOST:
-        return text
-    half = ERROR_FILE_MOST // 2
-    return f"{text[:half]}\n[... {len(text) - ERROR_FILE_MOST} characters left out ...]\n{text[-half:]}"
-
-
 def error_file(text: str) -> Raised | None:
     """Return the exception in the file that `torch.distributed.elastic`'s `@record` writes; None
     when it is not such a file.
@@ -173,10 +161,7 @@ def error_file(text: str) -> Raised | None:
     if not isinstance(message, str) or not message:
         return None
     stack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    message, traceback = (
-        _cut(message),
-        _cut(stack.rstrip("\n") if isinstance(stack, str) else message),
-    )
+    traceback = cut(stack.rstrip("\n") if isinstance(stack, str) else message)
     from_stack = exception_in(traceback.splitlines())
     kind, colon, rest = message.partition(": ")
     if colon and re.fullmatch(r"[A-Za-z_][\w.]*", kind):

@@ -14,7 +14,6 @@ from types import FrameType, TracebackType
 from rallypoint.diagnosis.evidence import Frame, Raised
 from rallypoint.errors import RallypointError
 from rallypoint.launcher import interruptions
-from rallypoint.launcher.protocol import cut
 
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # the text of `python -c`: our own processes begin so, and people call `launch` from one
@@ -217,9 +216,9 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     ours = first if isinstance(first, RallypointError) else None
     return Raised(
         type=sayable(type_name(type(first))),
-        message=cut(sayable(message_of(first))),
+        message=sayable(message_of(first)),
         frames=frames_of(first.__traceback__ or error.__traceback__),
-        traceback=cut(sayable(traceback_text(error))),
+        traceback=sayable(traceback_text(error)),
         call=call,
         caught_at=caught_at,
         errno=number,

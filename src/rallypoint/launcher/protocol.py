@@ -31,9 +31,6 @@ from rallypoint.launcher.program import Program, Task
 # traceback.
 PACKET_BYTES = 192 * 1024
 DESCRIPTORS = 250  # of one packet; the kernel takes 253 (SCM_MAX_FD)
-TEXT_BYTES = (
-    48 * 1024
-)  # of one message or traceback; the rest is cut in the middle, the log has all of it
 
 Phase = Literal["started", "preparing", "importing", "joining", "running", "finishing", "done"]
 
@@ -531,18 +528,3 @@ def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Packet | None, list
     if isinstance(message, Aside):
         message = read_struct(fds.pop(0), _ANY_MESSAGE)
     return message, fds
-
-
-def cut(text: str, limit: int = TEXT_BYTES) -> str:
-    """Shorten text so that it fits a packet: the middle goes, head and tail stay."""
-    if len(text) <= limit // 4:  # no character is longer than four bytes
-        return text
-    data = text.encode("utf-8", "replace")
-    if len(data) <= limit:
-        return text
-    half = limit // 2
-    return (
-        data[:half].decode("utf-8", "ignore")
-        + f"\n[... {len(data) - limit} bytes left out ...]\n"
-        + data[-half:].decode("utf-8", "ignore")
-    )

@@ -122,7 +122,7 @@ class Sifter:
             self._too_long, self._rest = True, b""
 
     def _tells(self, body: bytes) -> bool:
-        if _WORTH.search(body) is None:
+        if _WORTH.search(body, 0, LINE_LIMIT) is None:
             return False
         return len(body) > SHAPE_BYTES or body.translate(None, _DIGITS) not in self._dull
 

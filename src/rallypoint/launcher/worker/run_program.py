@@ -14,8 +14,9 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.raised import cut
 from rallypoint.host import archives
-from rallypoint.launcher import exception_capture, protocol
+from rallypoint.launcher import exception_capture
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launcher.worker import gloo
@@ -138,7 +139,7 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
         else ""
     )
     words = exception_capture.sayable(_said_by(leaving)) if code else ""
-    hooks.tell(Leaving(code, line, protocol.cut(words, SAID_MOST)))
+    hooks.tell(Leaving(code, line, cut(words, SAID_MOST)))
     if not code:
         hooks.tell(AtPhase("finishing"))
 

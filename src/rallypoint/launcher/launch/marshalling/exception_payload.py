@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.diagnosis.raised import cut
 from rallypoint.errors import RemoteError, RemoteTraceback
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.launch import notebook_cells
-from rallypoint.launcher.protocol import cut
 
 CHAIN_MOST = 50
 """Maximum exceptions of one chain or group. The traceback's text has the others, too."""
