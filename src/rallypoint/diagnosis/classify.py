@@ -244,7 +244,7 @@ def nccl_words(message: str) -> str:
     """Return NCCL's own last words in a message of torch's, or the message's first line."""
     _, told, after = message.partition("Last error:\n")
     lines = (after if told else message).splitlines()
-    return next((line.strip() for line in lines if line.strip()), "")
+    return next(filter(None, map(str.strip, lines)), "")
 
 
 def is_nccl(backend: str) -> bool:

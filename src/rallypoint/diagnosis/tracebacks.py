@@ -98,7 +98,7 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
             break
         raised, end = block
         after = lines[end:last]
-        if found is None and any(line.strip() for line in after[AFTER_END:]):
+        if found is None and any(map(str.strip, after[AFTER_END:])):
             return None  # it went on for long after that traceback: the traceback is not its end
         found, last = _with_code(raised, after), start
         if _DURING not in lines[max(start - 2, 0) : start]:
@@ -113,7 +113,7 @@ def went_on(lines: Sequence[str]) -> bool:
     lines = [_RANK.sub("", line) for line in lines]
     starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
     block = _block(lines, starts[-1]) if starts else None
-    return block is not None and any(line.strip() for line in lines[block[1] :])
+    return block is not None and any(map(str.strip, lines[block[1] :]))
 
 
 def _with_code(error: Raised, after: Sequence[str]) -> Raised:

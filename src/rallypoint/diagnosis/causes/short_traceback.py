@@ -94,7 +94,7 @@ def _shown(lines: Sequence[str], kept: set[int], elsewhere: str) -> list[str]:
     before = -1
     for i in sorted(kept):
         number = i - before - 1
-        if any(line.strip() for line in lines[before + 1 : i]):
+        if any(map(str.strip, lines[before + 1 : i])):
             shown.append(f"... {number} more line{'s' * (number > 1)}{elsewhere}")
             elsewhere = ""
         shown.append(lines[i])
