@@ -166,8 +166,7 @@ time.sleep(600)
         assert sorted(counts) == ["0", "0", "1", "1"]
 
 
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "how"), [(0, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_to_one_launcher_stops_all(jobs: Jobs, number: int, how: signal.Signals) -> None:
     running = Running(jobs)
     running.each[number].send(how)
