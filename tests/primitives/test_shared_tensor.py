@@ -111,12 +111,15 @@ def open_memory() -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize(
-    "name",
-    ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int8", "uint8", "uint16", "bool", "complex64",
-     "complex128"],
-)  # fmt: skip
+SHAPES = [(), (0,), (3, 0), (1,), (7,), (2, 3, 4)]
+TYPES = [
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int8", "uint8", "uint16", "bool", "complex64",
+    "complex128",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", TYPES)
 def test_every_shape_and_type(shape: tuple[int, ...], name: str) -> None:
     dtype = getattr(torch, name)
     shared = SharedTensor(shape, dtype)
@@ -143,11 +146,19 @@ def test_every_shape_and_type(shape: tuple[int, ...], name: str) -> None:
         values.view(torch.uint8) if shape else values,
     )
 
-    def read(end: socket.socket) -> None:
-        assert torch.equal(shared.tensor.to(torch.complex128), values.to(torch.complex128))
 
-    with child(read) as one:
-        assert one.join() == 0
+def test_a_fork_reads_every_shape_and_type() -> None:
+    shared = [SharedTensor(shape, getattr(torch, name)) for shape in SHAPES for name in TYPES]
+    values = [torch.randint(0, 2, one.shape).to(one.dtype) for one in shared]
+
+    def read(end: socket.socket) -> None:
+        for one, expected in zip(shared, values, strict=True):
+            assert torch.equal(one.tensor.to(torch.complex128), expected.to(torch.complex128))
+
+    for one, expected in zip(shared, values, strict=True):
+        one.copy_(expected)
+    with child(read) as process:
+        assert process.join() == 0
 
 
 def test_the_default_type_and_other_spellings_of_a_shape() -> None:
