@@ -27,6 +27,7 @@ dist.destroy_process_group()
 
 @pytest.mark.root
 @pytest.mark.torch
+@pytest.mark.usefixtures("torch_in_parts")
 def test_gloo_finds_its_way_on_one_node_though_its_name_stands_for_another(
     write: Write, tmp_path: Path
 ) -> None:

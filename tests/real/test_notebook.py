@@ -41,6 +41,7 @@ def said(cell: Any) -> str:
     return GLOO.sub("", SLOW_TORCH.sub("", "".join(parts)))
 
 
+@pytest.mark.usefixtures("torch_in_parts")
 def test_the_example(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, 4)
     nbclient.NotebookClient(

@@ -27,7 +27,6 @@ DEADLINE = 100.0  # seconds for one script; most take two
 _COMMAND = re.compile(r"^<!-- produces: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDS_TORCH = ("torch", "Tensor", '"doctor"')
-_NEEDS_WHOLE_TORCH = ("DataLoader", "DistributedDataParallel")
 PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search(page(code)))}
 
 
@@ -52,7 +51,7 @@ def test_the_script_of_a_page_produces_its_code(
     text = "".join(text for _, text in files)
     if not any(word in text for word in _NEEDS_TORCH):
         request.getfixturevalue("without_torch")
-    elif not any(word in text for word in _NEEDS_WHOLE_TORCH):
+    else:
         request.getfixturevalue("torch_in_parts")
     python = shlex.quote(sys.executable)
     command = re.sub(r"(?<![\w/-])rallypoint run", f"{python} -P -m rallypoint run", PAGES[code])
