@@ -159,11 +159,10 @@ def test_the_table_has_the_sum_and_what_was_said_instead() -> None:
 @pytest.mark.torch
 @needs_torch
 def test_some_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One fault of each kind that is done in another way: by the rank, from outside, beside the
-    job, to the launcher.
+    """One fault of each kind that is done in another way: from outside, beside the job, to the
+    launcher. The test below has one that is done by the rank.
     """
     asked = [
-        ("exception", "run"),
         ("SIGKILL from outside", "start"),
         ("addresses differ", "start"),
         ("template killed", "run"),
@@ -176,7 +175,6 @@ def test_some_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         asked
     )
     assert [sample.values["code"] for sample in samples] == [
-        "rank-raised",
         "rank-killed",
         "address-differs",
         "launcher-died",
@@ -191,7 +189,7 @@ def test_a_cell_that_is_not_right_keeps_its_output(
 ) -> None:
     mistaken = Fault("exception", "raises", ("rank-killed",), phases=("start",))
     [sample] = verdict.measure([mistaken], 1, jobs=1, keep=tmp_path)
-    assert sample.values["grade"] == "wrong"
+    assert (sample.values["grade"], sample.values["code"]) == ("wrong", "rank-raised")
     kept = tmp_path / "exception-start-seed-0" / "output"
     assert f"see {kept}\n" in capsys.readouterr().err
     assert "error[rank-raised]: rank " in kept.read_text()

@@ -130,7 +130,10 @@ def test_an_exception_is_told_once_wherever_a_handler_raises(
     def act() -> None:
         hooks._serial = 0  # told again for each step
         failed.append(ValueError("lost"))
-        hooks.caught(failed[-1], "all_reduce")
+        try:  # a clause that catches it is looked for in the source of every caller, up to this one
+            hooks.caught(failed[-1], "all_reduce")
+        except ValueError:
+            raise
 
     steps = 0
     for step, came_out in _at_each_step(act, "whole"):
