@@ -28,7 +28,7 @@ class Finder:
     @staticmethod
     def find_spec(name, path, target=None):
         file = os.path.join(os.path.dirname(__file__), name + ".py")
-        if name.startswith("torch.late_") and os.path.exists(file):
+        if name.startswith(("torch.late_", "torch._dynamo")) and os.path.exists(file):
             return importlib.util.spec_from_file_location(name, file)
 sys.meta_path.insert(0, Finder)
 """
@@ -188,6 +188,23 @@ def test_a_program_that_sets_it_later_is_told_and_heard_the_next_time(
     assert said(start()) == (0, {"late True"}, "")
 
 
+def test_what_is_left_to_the_ranks_is_not_offered_for_preload_and_a_preloaded_one_is_told(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    """The line said to type --preload torch._dynamo, and with it the program's variable had no
+    effect, without a word.
+    """
+    write("site-packages/torch._dynamo.py", "import time\ntime.sleep(1.1)\n")
+    write(
+        "project/work.py",
+        "import os\nos.environ['TORCHDYNAMO_VERBOSE'] = '1'\nimport torch._dynamo\n",
+    )
+    assert said(start()) == (0, set(), "")
+    line = "rallypoint: project/work.py:2 sets TORCHDYNAMO_VERBOSE after torch._dynamo was imported in the template: "
+    early = said(start("--preload", "torch._dynamo"))
+    assert early == (0, set(), f"{line}export it, or --preload none\n")
+
+
 def test_the_environment_is_as_it_was_given(start: Start, write: Write) -> None:
     """torch._dynamo sets TORCHINDUCTOR_CACHE_DIR when it is imported: a program that then gave a
     default of its own was not heard.
@@ -322,6 +339,32 @@ def test_a_call_that_sets_what_a_part_reads_is_told_and_heard_the_next_time(
         "2",
     ]
     assert calls(tmp_path, SETS) == ["late", "late", "late", "1"]
+
+
+ANOTHER = """
+import os, rallypoint
+def plain():
+    import torch.late_part
+def own():
+    import sys
+    early = 'torch.late_part' in sys.modules
+    import torch.late_part
+    os.environ['TORCHDYNAMO_VERBOSE'] = '1'
+    return early
+rallypoint.launch(plain, nproc=2)
+print(*('early' if all(rallypoint.launch(own, nproc=2)) else 'late' for _ in range(2)))
+"""
+
+
+def test_a_function_that_sets_what_a_part_reads_gets_a_template_without_it(
+    start: Start, tmp_path: Path
+) -> None:
+    """It was forked from a template that had imported it for another function, in every later run."""
+    line = "rallypoint: calls.py:9 sets TORCHDYNAMO_VERBOSE after torch.late_part was imported in the template: "
+    told = f"{line}export it, or preload=['none']\n"
+    assert calls(tmp_path, ANOTHER, said=told) == ["early", "late"]
+    for _ in range(2):
+        assert calls(tmp_path, ANOTHER) == ["late", "late"]
 
 
 TWO = """

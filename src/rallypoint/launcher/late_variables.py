@@ -79,8 +79,9 @@ def read_when_loaded(environment: Mapping[str, str]) -> tuple[tuple[str, str], .
 def remember(folder: str) -> None:
     """Remember the environment that the libraries have read, as the program begins in a fork.
     `folder`: the program's."""
-    global _read, _folder
+    global _read, _folder, parts_are_loaded
     _read, _folder = dict(os.environ), os.path.join(folder, "")
+    parts_are_loaded |= "torch._dynamo" in sys.modules  # --preload may have brought it
 
 
 def is_of_parts(name: str) -> bool:

@@ -334,7 +334,8 @@ class Agent:
             self._helpers.guard.farewell()
         kept = self._reporter.keep_learnt(self.learnt, self.parts.spoilt)
         if self._status == 0:
-            self._console.say_imports(self.ranks, self.learnt if kept else ())
+            lost = self.learnt if self.plan.memory and not kept else ()
+            self._console.say_imports(self.ranks, lost)
         self._console.live(None)
         self._console.say_immortal(left)
         self._reporter.close(self._status, interrupted=self._must_leave)

@@ -289,7 +289,7 @@ class Console:
                 if self._plan.task is not None
                 else "export it, or --preload none"
             )
-            early = " and ".join(self._plan.parts)
+            early = " and ".join(self._plan.parts or self._plan.preload)
             self.say(
                 f"rallypoint: {line or 'the program'} sets {name} after {early} was imported in the template: {export}"
             )
@@ -298,9 +298,10 @@ class Console:
                 f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh"
             )
 
-    def say_imports(self, ranks: Sequence[RankHandle], known: Sequence[str]) -> None:
-        """Say which package several ranks spent long on importing. `known` ones they will not
-        import the next time.
+    def say_imports(self, ranks: Sequence[RankHandle], parts: Sequence[str]) -> None:
+        """Say which package several ranks spent long on importing. `parts`: of torch, that may be
+        imported early, and could not be remembered; the others of torch are learnt, or better left
+        to the ranks.
         """
         found: dict[str, list[float]] = {}
         for handle in ranks:
@@ -310,7 +311,9 @@ class Console:
         slow = {
             name: times
             for name, times in found.items()
-            if len(times) > 1 and name not in known and middles[name] >= SLOW_IMPORT
+            if len(times) > 1
+            and middles[name] >= SLOW_IMPORT
+            and (name in parts or not name.startswith("torch."))
         }
         if slow:
             name, times = max(slow.items(), key=lambda item: sum(item[1]))

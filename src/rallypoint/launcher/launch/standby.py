@@ -134,7 +134,7 @@ class _Standby:
             memory = preload_history.path_for(
                 os.environ,
                 "function",
-                call.task.name,
+                f"{call.task.name} of {call.task.argv[:1]}",
                 call.task.folder,
                 torch_version.torch_version(),
             )
@@ -194,6 +194,8 @@ class _Standby:
             known = DiskWriter().ask(
                 lambda: preload_history.read(memory, self._terms.began), LEARNT_TIMEOUT
             )
+        if not known.spoilt.keys().isdisjoint(self._parts):  # the template has them
+            self._helpers.dismiss_template()
         self._forget(known.spoilt)
         self._import_parts(known.parts)
         template = self._helpers.template
