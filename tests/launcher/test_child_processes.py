@@ -153,6 +153,50 @@ def test_of_a_rank_that_was_stopped_nothing_is_said(tmp_path: Path) -> None:
     assert "2 processes that rank 1 had started failed" in result.err, result.everything
 
 
+# Words in which torch, multiprocessing and programs name a process that has ended.
+NAMED = [
+    "DataLoader worker (pid {}) is killed by signal: Killed. ",
+    "DataLoader worker (pid(s) 7, {}) exited unexpectedly",
+    "<Process name='Process-1' pid={} parent=1 stopped exitcode=-SIGKILL>",
+]
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("words", NAMED)
+def test_who_is_named_by_what_the_rank_raised_is_not_said_again(tmp_path: Path, words: str) -> None:
+    """A worker of a DataLoader was killed; below the report that named it stood that the program
+    never looked at it.
+    """
+    program = FAILING.replace(
+        'print("end")', f"raise RuntimeError({words!r}.format(started[1].pid))"
+    )
+    result = run_job(["-n", "1", _script(tmp_path, program)], state=tmp_path)
+    assert result.rc == 1, result.everything
+    assert "died: SIGKILL" not in result.err, result.everything  # but the other, which is not named
+    assert "ForkProcess-1" in _told(result.err), result.everything
+
+
+def test_a_killed_worker_of_a_loader_is_told_once(tmp_path: Path) -> None:
+    program = """\
+import os, signal
+import torch.utils.data
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+list(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=1))
+"""
+    result = run_job(["-n", "1", _script(tmp_path, program)], state=tmp_path)
+    assert result.rc == 1, result.everything
+    assert "a DataLoader worker of rank 0 was killed" in result.report, result.everything
+    assert _told(result.err) == "", result.everything
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_those_of_a_function_are_told_on_the_callers_stderr(tmp_path: Path) -> None:
     program = tmp_path / "work.py"

@@ -315,7 +315,7 @@ class Agent:
         """Leave nothing behind, whatever happened. May be called in any state."""
         job, endings = self.job, self.job.endings
         job.hang_monitor.close()
-        self._console.say_children(self.ranks)
+        self._console.say_children(self.ranks, self.reports)
         if self.request is not None:
             self._template_messages.await_forks()
             left = endings.kill_family()

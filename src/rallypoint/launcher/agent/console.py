@@ -5,6 +5,7 @@ ranks'.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ SLOW_IMPORT = 1.0
 # Processes of the ranks' own that are named when they failed unseen: what fits on a screen beside
 # the ranks' words.
 CHILDREN_MOST = 6
+# How a text names processes: ours, torch's "worker (pid(s) 7, 8) exited", multiprocessing's "pid=7".
+_PIDS = re.compile(r"\bpids?(?:\(s\))?[\s=]+(\d+(?:,\s\d+)*)")
 
 
 class Console:
@@ -110,13 +113,12 @@ class Console:
             return
         waiting = sum(handle.waiting for handle in ranks)
         before = sum(handle.phase in ("preparing", "started") for handle in ranks)
-        importing = sum(handle.phase == "importing" for handle in ranks)
         if state is not State.RUNNING or not (waiting or before):
             self.live(None)
             return
         parts = [
             (before, "starting"),
-            (importing, "importing"),
+            (sum(handle.phase == "importing" for handle in ranks), "importing"),
             (waiting, "waiting in init_process_group"),
         ]
         self.live(
@@ -134,9 +136,8 @@ class Console:
         unused = f"; the held port {port} is not used" if port else ""
         if meeting.method.startswith("env://"):
             host, _, own = meeting.address.rpartition(":")
-            address = (
-                [] if is_loopback(host) else [f"MASTER_ADDR={host}"]
-            )  # the held one is, by another name
+            # the held one is the loopback, by another name
+            address = [] if is_loopback(host) else [f"MASTER_ADDR={host}"]
             self.say(
                 f"rallypoint: {meeting.line} sets {' and '.join([*address, *([f'MASTER_PORT={own}'] if own != port else [])])}{unused}"
             )
@@ -153,24 +154,21 @@ class Console:
         """Say what a successful rank left running. `multiprocessing`'s own helpers leave by
         themselves and are not named.
         """
-        words = {
-            one.pid: command_line(one.pid) for one in members
-        }  # "" for one that is ending: its memory is gone already
         left = [
-            one
+            f"{words[:60]} (pid {one.pid})"
             for one in members
-            if words[one.pid]
-            and not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")
+            # "" for one that is ending: its memory is gone already
+            if (words := command_line(one.pid))
+            and not words.partition(" -c ")[2].startswith("from multiprocessing.")
         ]
         if not left:
             return
-        names = ", ".join(f"{words[one.pid][:60]} (pid {one.pid})" for one in left[:3])
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         what, they = (
             ("a process", "it is") if len(left) == 1 else (f"{len(left)} processes", "they are")
         )
         self.say(
-            f"rallypoint: rank {rank} exited cleanly but left {what} running: {names}{more}; {they} stopped when the job ends"
+            f"rallypoint: rank {rank} exited cleanly but left {what} running: {', '.join(left[:3])}{more}; {they} stopped when the job ends"
         )
 
     def say_left_behind(self, ended: Sequence[int], left: Sequence[int], seconds: float) -> None:
@@ -182,25 +180,32 @@ class Console:
             f"rallypoint: {ranks_phrase(sorted(ended))} {has} {how}, and {still}; to see where: rallypoint stacks"
         )
 
-    def say_children(self, ranks: Sequence[RankHandle]) -> None:
+    def say_children(self, ranks: Sequence[RankHandle], reports: Sequence[Report]) -> None:
         """Say which processes of the ranks' programs failed without the program noticing. Those of
-        a rank that was stopped were stopped with it."""
-        told = {
-            handle.rank: handle.children
+        a rank that was stopped were stopped with it; who reads `reports`, or what a rank raised,
+        knows of those that they name.
+        """
+        words = [error.traceback for handle in ranks for error in handle.errors()]
+        named = re.findall(
+            r"\d+", " ".join(_PIDS.findall(" ".join((render.text(reports), *words))))
+        )
+        found = [
+            (handle.rank, child)
             for handle in ranks
-            if handle.children is not None and not handle.sent
-        }
-        found = [(rank, child) for rank, failed in told.items() for child in failed.children]
+            for child in handle.children.children
+            if not handle.sent and str(child.pid) not in named
+        ]
         if not found:
             return
-        number = len(found) + sum(failed.more for failed in told.values())
+        whose = sorted({rank for rank, _ in found})
+        number = len(found) + sum(handle.children.more for handle in ranks if handle.rank in whose)
         count = f"{number} processes" if number > 1 else "a process"
-        whose = "its program" if len(told) == 1 else "their program"
         lines = [
-            f"rallypoint: {count} that {ranks_phrase(list(told))} had started failed, and {whose} never looked at the exit code:"
+            f"rallypoint: {count} that {ranks_phrase(whose)} had started failed, "
+            f"and {'its' if len(whose) == 1 else 'their'} program never looked at the exit code:"
         ]
         for rank, child in found[:CHILDREN_MOST]:
-            who = f"{child.name} of rank {rank}" if len(told) > 1 else child.name
+            who = f"{child.name} of rank {rank}" if len(whose) > 1 else child.name
             how = (
                 f"died: {signals.name(child.signal)}"
                 if child.signal
@@ -236,8 +241,7 @@ class Console:
     def say_hopeless(self, times: int, attempt: int) -> None:
         """Say that the same failure has come so often that the ranks are not started again."""
         self.say(
-            f"rallypoint: the same failure {times} times, soon after each start: not started again "
-            f"(attempt {attempt} of {self._plan.max_restarts})"
+            f"rallypoint: the same failure {times} times, soon after each start: not started again (attempt {attempt} of {self._plan.max_restarts})"
         )
 
     def say_notice(
@@ -249,13 +253,10 @@ class Console:
         parts = [until] if until else []
         parts += [f"handed to {ranks_phrase(handed)}"] if handed else []
         has, them = ("has", "it") if len(others) == 1 else ("have", "them")
-        parts += (
-            [
+        if others:
+            parts.append(
                 f"{ranks_phrase(others)} {has} no handler for it, and rallypoint.preempted() tells {them}"
-            ]
-            if others
-            else []
-        )
+            )
         self.remark(
             f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs now'}"
         )
@@ -348,9 +349,8 @@ class Console:
         self.pump.wait_for_reader(interrupted)
         self.pump.close()
         if self.pump.error is not None:
-            print(
-                f"rallypoint: the log pump failed: {self.pump.error!r}; the ranks' words may be incomplete",
-                file=sys.stderr,
+            say_directly(
+                f"rallypoint: the log pump failed: {self.pump.error!r}; the ranks' words may be incomplete"
             )
 
 

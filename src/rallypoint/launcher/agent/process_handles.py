@@ -113,13 +113,12 @@ class RankHandle:
         self.closed_at = 0.0
         self.closed_line = ""
         self.meeting: Meeting | None = None
-        self.unanswered: tuple[str, int] | None = (
-            None  # where torch's store has left it without an answer for all of its time
-        )
+        # where torch's store has left it without an answer for all of its time
+        self.unanswered: tuple[str, int] | None = None
         self.at_held = False  # it meets the others where the agent holds a socket
         self.sent: list[str] = []
         self.cuda_forks: list[tuple[str, str]] = []
-        self.children: ChildrenFailed | None = None
+        self.children = ChildrenFailed((), 0)
         self.not_executed = 0
         self.resident = 0
         self.halted_by = ""  # why it was sure not to answer when it was last asked
@@ -127,14 +126,12 @@ class RankHandle:
         self.log_line = 0
         self.parts: list[str] = []  # of torch, that it has imported after the fork
         self.imports: dict[str, float] = {}
-        self.left_at_exit: float | None = (
-            None  # when it ended well with processes left in its group, until they are named
-        )
+        # when it ended well with processes left in its group, until they are named
+        self.left_at_exit: float | None = None
         self._asked = False
         self._asked_from = 0  # where in the evidence the answer begins
-        self._stood: tuple[str, int] | None = (
-            None  # where its main thread was when it was last asked
-        )
+        # where its main thread was when it was last asked
+        self._stood: tuple[str, int] | None = None
         self._place: tuple[str, int] | None = None  # and when it was last signalled
         self._frames: tuple[Frame, ...] = ()
         self._called = False  # it was asked whether its main thread heeds signals
@@ -158,7 +155,7 @@ class RankHandle:
         """Return the exception that left its program, if one has, and those that it may have
         caught.
         """
-        return (*([self.raised] if self.raised is not None else []), *self.caught.values())
+        return tuple(filter(None, (self.raised, *self.caught.values())))
 
     def forked(self, pid: int) -> None:
         """The template has forked it."""
