@@ -729,3 +729,52 @@ def test_interrupted_and_failed_calls_keep_no_descriptor(tmp_path: Path) -> None
         """,
     )
     assert said == "0\n"
+
+
+@pytest.mark.parametrize("files", ["none", "files", "sockets"])
+@pytest.mark.parametrize("closed", ["all", "sockets", "others"])
+def test_a_caller_that_closed_its_descriptors_keeps_what_it_opens_since(
+    tmp_path: Path, files: str, closed: str
+) -> None:
+    """As a daemon does: the next call wrote into the program's own file or socket, or closed it."""
+    said = script(
+        tmp_path,
+        f"""
+        import contextlib, os, socket, stat
+        import rallypoint
+
+        def descriptors():
+            return {{int(name) for name in os.listdir("/proc/self/fd")}}
+
+        def launch():
+            print(rallypoint.launch(os.getppid, nproc=2) and "launched")
+
+        launch()
+        for fd in descriptors():
+            with contextlib.suppress(OSError):  # the one of the listing
+                is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
+                if fd > 2 and {closed!r} in ("all", "sockets" if is_socket else "others"):
+                    os.close(fd)
+        opened = []
+        if {files!r} == "files":
+            opened = [open(f"own{{number}}", "wb", buffering=0) for number in range(6)]
+        if {files!r} == "sockets":
+            opened = [end for _ in range(6) for end in socket.socketpair()]
+        launch()
+        launch()
+        for end in opened:
+            if {files!r} == "files":
+                end.write(b"checkpoint")
+            else:
+                end.setblocking(False)
+                try:
+                    print("received", end.recv(100))
+                except BlockingIOError:
+                    pass
+        for number in range(6 if {files!r} == "files" else 0):
+            assert open(f"own{{number}}").read() == "checkpoint"
+        while len(open(f"/proc/self/task/{{os.getpid()}}/children").read().split()) > 1:
+            rallypoint.launch(int)  # the first agent ends by itself, and is reaped
+        """,
+    )
+    assert said.splitlines() == ["launched"] * 3

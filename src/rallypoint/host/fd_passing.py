@@ -29,13 +29,19 @@ def close_fds(*fds: int) -> None:
             os.close(fd)
 
 
+def file_behind(fd: int) -> tuple[int, int] | None:
+    """Return by what the file, socket or process of a descriptor is known again: device and inode.
+    None when it is closed. Before Linux 6.9 all pidfds have one inode."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def is_open(fd: int) -> bool:
     """Tell whether this process has the descriptor."""
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+    return file_behind(fd) is not None
 
 
 class OwnedFds:
@@ -186,8 +192,7 @@ class ByAddress:
             fd = os.open(f"/proc/{self._pid}/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise self._gone(os.strerror(error.errno or 0)) from None
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != self._file:
+        if file_behind(fd) != self._file:
             os.close(fd)
             raise self._gone("another file is there now")
         return fd

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rallypoint.errors import Advice, EnvironmentProblem, UsageError
+from rallypoint.host.fd_passing import file_behind
 
 if TYPE_CHECKING:
     from rallypoint.wire.messages import Identity
@@ -202,12 +203,8 @@ class _Descriptor:
         self._fd, self._file = fd, (found.st_dev, found.st_ino)
 
     def read(self) -> bytes:
-        try:
-            found = os.fstat(self._fd)
-            if (found.st_dev, found.st_ino) == self._file:
-                return checked_secret(os.pread(self._fd, SECRET_FILE_BYTES, 0))
-        except OSError:
-            pass  # closed, and not opened again: the same to whoever asks
+        if file_behind(self._fd) == self._file:
+            return checked_secret(os.pread(self._fd, SECRET_FILE_BYTES, 0))
         raise EnvironmentProblem(
             "secret-unreadable",
             "the job's secret cannot be read any more: this program has closed the descriptor that rallypoint gave it",

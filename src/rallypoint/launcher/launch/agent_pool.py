@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rallypoint.host import process_status, processes, system_calls
-from rallypoint.host.fd_passing import OwnedFds
+from rallypoint.host.fd_passing import OwnedFds, file_behind
 from rallypoint.launcher import late_variables, spawn
 
 IDLE_MOST = 2
@@ -52,6 +52,7 @@ class PooledAgent:
         self.environment = dict(environment)
         self.pid = 0
         self._pidfd = OwnedFds()
+        self._files = [file_behind(self.line.fileno())]
         self._parent = os.getpid()
         passed = OwnedFds()
         try:
@@ -69,7 +70,7 @@ class PooledAgent:
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT],
                 setsigmask=spawn.NOTICES,  # until it has handlers for them
             )
-            self._pidfd.add(system_calls.pidfd_open(self.pid))
+            self._files.append(file_behind(self._pidfd.add(system_calls.pidfd_open(self.pid))))
         except BaseException:
             if self.pid:
                 _leaving[self.pid] = self._pidfd
@@ -93,17 +94,13 @@ class PooledAgent:
         return self._pidfd.fds
 
     @property
-    def has_ended(self) -> bool:
-        """Tell whether the process has ended."""
+    def usable(self) -> bool:
+        """Tell whether the agent still listens, as far as that can be seen without asking it."""
+        self._forget_lost()
         poll = select.poll()
         for pidfd in self._pidfd.fds:
             poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
-    @property
-    def usable(self) -> bool:
-        """Tell whether the agent still listens, as far as that can be seen without asking it."""
-        if self.has_ended:
+        if poll.poll(0):
             return False
         try:
             self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -144,6 +141,7 @@ class PooledAgent:
 
     def abandon(self) -> None:
         """End the agent and its ranks without waiting."""
+        self._forget_lost()
         if os.getpid() != self._parent:
             self._pidfd.close()
         else:
@@ -153,6 +151,18 @@ class PooledAgent:
                 # A child that was forked meanwhile may have the socket, too.
                 self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
+
+    def _forget_lost(self) -> None:
+        """Forget the descriptors if the program has closed one of them, as daemons do: its own
+        files may have the numbers. The agent ends with its line."""
+        fds = self.line.fileno(), *self._pidfd.fds
+        files = [file_behind(fd) for fd in fds]
+        if fds[0] >= 0 and files != self._files:
+            _leaving[self.pid] = OwnedFds()
+            self._pidfd.give()
+            if files[0] != self._files[0]:
+                self.line.detach()
+            self.line.close()
 
     def __del__(self) -> None:
         """Abandon an agent that was not returned: an exception (Ctrl-C, at any moment) came before."""

@@ -7,7 +7,7 @@ import os
 import sys
 
 from rallypoint.host import memory_files
-from rallypoint.host.fd_passing import close_fds
+from rallypoint.host.fd_passing import close_fds, file_behind
 from rallypoint.launcher import exception_capture, interruptions
 
 
@@ -18,7 +18,7 @@ class StderrAsGiven:
 
     def __init__(self, is_kept: bool = False) -> None:
         self._stream = sys.__stderr__
-        self._file = _file_behind(2)
+        self._file = file_behind(2)
         self._is_kept = is_kept
 
     def print_beside(self, error: BaseException) -> None:
@@ -28,7 +28,7 @@ class StderrAsGiven:
         A logger in `sys.stderr`, what wraps its `write`, and a file that the program has put behind
         descriptor 2 get it.
         """
-        moved = _file_behind(2) != self._file
+        moved = file_behind(2) != self._file
         if self._is_kept or moved:
             _print(error)
         elif sys.stderr is not self._stream or (
@@ -78,11 +78,3 @@ def _print_without_descriptor(error: BaseException) -> None:
         # torch's hook and others put something in front.
         if line.strip() and not line.rstrip().endswith(lines):
             os.write(2, line)
-
-
-def _file_behind(fd: int) -> tuple[int, int] | None:
-    try:
-        status = os.fstat(fd)
-    except OSError:  # it is closed
-        return None
-    return status.st_dev, status.st_ino
