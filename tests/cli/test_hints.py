@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rallypoint.cli import args, run_options
@@ -104,6 +106,41 @@ def test_an_option_that_took_the_program_for_its_value(
 def test_an_option_that_is_not_ours_may_be_the_programs() -> None:
     help = ("put the program's own options after its name", "rallypoint run train.py --epochs")
     assert refused("-n 2 --epochs 3 train.py a").help == (help,)
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("-n 2 -c print(1)", "rallypoint run --no-python python -c ..."),
+        ("--version", "rallypoint --version"),
+    ],
+)
+def test_an_option_that_is_hardly_the_programs(line: str, instead: str) -> None:
+    """Both were to be put behind the program's name, and nothing else."""
+    assert refused(line).help[0][1] == instead
+
+
+@pytest.mark.parametrize(
+    ("target", "there", "lines"),
+    [
+        ("pkg.train.py", "", ["-m pkg.train"]),
+        ("pkg.train.py", "pkg.train.py", ["-m pkg.train", "pkg.train.py"]),
+        ("train.py", "train.py", ["-m train", "train.py"]),
+        ("pkg/train.py", "", ["-m pkg.train"]),
+        ("my-train.py", "", ["my-train.py"]),
+        ("../train.py", "../train.py", ["-m train", "../train.py"]),
+    ],
+)
+def test_a_module_with_the_ending_of_a_file(
+    target: str, there: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that was offered was not there."""
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    if there:
+        Path(there).touch()
+    error = refused(["-m", target, "x"])
+    assert [one[1] for one in error.help] == [f"rallypoint run {line} x" for line in lines]
 
 
 def test_a_name_is_not_near_for_its_dashes() -> None:

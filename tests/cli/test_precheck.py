@@ -112,6 +112,22 @@ def test_a_module_given_as_a_script(folder: Path) -> None:
     assert commands(trouble("package.train", "x"))[0] == "rallypoint run -m package.train x"
 
 
+def test_a_module_of_elsewhere_given_as_a_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a module's file below this folder was looked for, and not where Python finds it."""
+    for path in ("other/package/train.py", "other/package/deep/__init__.py", "config/empty"):
+        (folder / path).parent.mkdir(exist_ok=True, parents=True)
+        (folder / path).touch()
+    monkeypatch.syspath_prepend(str(folder / "other"))
+    for name in ("package.train", "package.train.py", "package.deep"):
+        module = name.removesuffix(".py")
+        assert commands(trouble(name, "x")) == [f"rallypoint run -m {module} x"], name
+    for name in ("package.not_there", "config.yaml", "package.train.deeper", "json.py"):
+        assert commands(trouble(name)) == [f"ls {folder}"], name
+    assert "package" not in sys.modules
+
+
 def test_python_given_as_a_script() -> None:
     assert commands(trouble("python3", "train.py", "--lr", "1")) == [
         "rallypoint run train.py --lr 1"

@@ -16,16 +16,15 @@ from rallypoint.errors import Advice, UsageError
 if TYPE_CHECKING:
     from rallypoint.cli.commands import Command
 
+_NPROC = (
+    "-ppn", "-npernode", "--gpus", "--gpus-per-node", "--n", "--np", "--npernode", "--nprocs",
+    "--ntasks", "--ntasks-per-node", "--num-gpus", "--num-processes", "--num-procs", "--ppn",
+    "--procs", "--ranks", "--world-size",
+)  # fmt: skip
+
 SYNONYMS = {
     "-np": "-n",
-    **dict.fromkeys(
-        (
-            *("-ppn", "-npernode", "--gpus", "--gpus-per-node", "--n", "--np", "--npernode"),
-            *("--nprocs", "--ntasks", "--ntasks-per-node", "--num-gpus", "--num-processes"),
-            *("--num-procs", "--ppn", "--procs", "--ranks", "--world-size"),
-        ),
-        "--nproc-per-node",
-    ),
+    **dict.fromkeys(_NPROC, "--nproc-per-node"),
     **dict.fromkeys(("--num-machines", "--num-nodes", "--nodes"), "--nnodes"),
     "--machine-rank": "--node-rank",
     "--main-process-port": "--master-port",
@@ -54,9 +53,15 @@ NOT_HERE = {
 """Options of other launchers that have no counterpart in `run`, each with the reason."""
 
 LAUNCHERS = (
-    *("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun"),
-    *("torch.distributed.run", "torch.distributed.launch"),
-)
+    "torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "torch.distributed.run",
+    "torch.distributed.launch",
+)  # fmt: skip
+
+ELSEWHERE = {
+    "-c": ("code is started by Python itself", "rallypoint run --no-python python -c ..."),
+    "--version": ("ask without a command", "rallypoint --version"),
+}
+"""Options of Python's, and of ours without a command, with what to do; a program may have such."""
 
 COMMANDS = {
     "-v": "--version",
@@ -124,13 +129,17 @@ def incomplete(error: argparse.ArgumentError, argv: Sequence[str], command: Comm
     """Return the error for an option without its value, or a flag with one."""
     spellings = (error.argument_name or "").split("/")
     option = next(option for option in command.options if option.names[0] in spellings)
-    names = (word.partition("=")[0] for word in argv)
-    spelling = next((name for name in names if name in spellings), option.names[0])
+    typed = (name for word in argv if (name := word.partition("=")[0]) in spellings)
+    spelling = next(typed, option.names[0])
     if option.metavar:
-        headline = f"{spelling} lacks its value, {option.metavar}"
-        return UsageError("usage", headline, help=example(option, command))
-    headline = f"{spelling} is a flag and takes no value"
-    return UsageError("usage", headline, help=(("give it alone", spelling),))
+        return UsageError(
+            "usage",
+            f"{spelling} lacks its value, {option.metavar}",
+            help=example(option, command),
+        )
+    return UsageError(
+        "usage", f"{spelling} is a flag and takes no value", help=(("give it alone", spelling),)
+    )
 
 
 def unknown(word: str, argv: Sequence[str], command: Command) -> UsageError:
@@ -148,12 +157,15 @@ def unknown(word: str, argv: Sequence[str], command: Command) -> UsageError:
     helps = []
     if near:
         at = argv.index(word)
-        instead = f"{near}{equals}{value}"
-        line = shlex.join(("rallypoint", command.name, *argv[:at], instead, *argv[at + 1 :]))
+        again = (*argv[:at], f"{near}{equals}{value}", *argv[at + 1 :])
+        line = shlex.join(("rallypoint", command.name, *again))
         helps.append((f"use {near}", line))
     if is_run and not is_one_dashed(word) and hyphened(name) not in SYNONYMS:
-        sentence = "put the program's own options after its name"
-        helps.append((sentence, f"rallypoint run train.py {word}"))
+        if word in ELSEWHERE:
+            helps.append(ELSEWHERE[word])
+        helps.append(
+            ("put the program's own options after its name", f"rallypoint run train.py {word}")
+        )
     help = tuple(helps) or _see_options(command)
     return UsageError("option-unknown", f"{headline}{hint_at(near)}", help=help)
 
@@ -180,13 +192,18 @@ def no_word(word: str, command: Command) -> UsageError | None:
     """Return the error for a word that was meant as an option, from a document or from quotes."""
     name, *rest = word.split() or [""]
     if rest and any(name in option.spellings for option in command.options):
-        headline = f"{word} is one word with a blank in it, and no option"
-        help = ("give each word of it by itself", word)
-        return UsageError("usage", headline, help=(help,))
+        return UsageError(
+            "usage",
+            f"{word} is one word with a blank in it, and no option",
+            help=(("give each word of it by itself", word),),
+        )
     if not word.startswith(tuple(_DASHES)):
         return None
-    headline = f"{word} begins with a dash (U+{ord(word[0]):04X}) that is no hyphen: text programs change options like that"
-    return UsageError("option-unknown", headline, help=(("type it with hyphens", ""),))
+    return UsageError(
+        "option-unknown",
+        f"{word} begins with a dash (U+{ord(word[0]):04X}) that is no hyphen: text programs change options like that",
+        help=(("type it with hyphens", ""),),
+    )
 
 
 def no_words(words: Sequence[str], typed: Sequence[str], command: Command) -> UsageError:
@@ -196,10 +213,11 @@ def no_words(words: Sequence[str], typed: Sequence[str], command: Command) -> Us
         from rallypoint.diagnosis.doctor.doctor import NAMES
 
         if set(words) <= set(NAMES):
-            line = shlex.join(("rallypoint", "doctor", *typed, "--only", ",".join(words)))
-            help = (("name the checks after --only", line),)
-    headline = f"rallypoint {command.name} takes options only, and got {words[0]}"
-    return UsageError("usage", headline, help=help)
+            again = ("rallypoint", "doctor", *typed, "--only", ",".join(words))
+            help = (("name the checks after --only", shlex.join(again)),)
+    return UsageError(
+        "usage", f"rallypoint {command.name} takes options only, and got {words[0]}", help=help
+    )
 
 
 def no_command(words: Sequence[str], commands: Collection[str]) -> UsageError:
@@ -209,9 +227,11 @@ def no_command(words: Sequence[str], commands: Collection[str]) -> UsageError:
     name, *rest = words
     near = COMMANDS.get(name, "")
     if not near and ((name.startswith("-") and rest) or name.endswith(".py") or os.sep in name):
-        headline = f"rallypoint {name}: no command is given"
-        line = shlex.join(("rallypoint", "run", *words))
-        return UsageError("usage", headline, help=(("say what to do with it", line),))
+        return UsageError(
+            "usage",
+            f"rallypoint {name}: no command is given",
+            help=(("say what to do with it", shlex.join(("rallypoint", "run", *words))),),
+        )
     if name in CATALOGUE or name.endswith((".log", ".out", ".err")):
         near, rest = "explain", list(words)
     elif is_python(name):

@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rallypoint.cli import hints
 from rallypoint.cli.option_values import is_module_name, nearest
@@ -57,11 +57,14 @@ def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None
         ]
         return _not_started(f"{path} is a folder without __main__.py, not a script", *helps)
     if not stat.S_ISREG(mode):
-        help = ("save the script to a file first", "")
-        return _not_started(f"{path} is not a file that every rank could read", help)
+        return _not_started(
+            f"{path} is not a file that every rank could read",
+            ("save the script to a file first", ""),
+        )
     if not os.access(path, os.R_OK):
-        help = ("let this user read it", f"chmod u+r {path}")
-        return _not_started(f"{path} may not be read by this user", help)
+        return _not_started(
+            f"{path} may not be read by this user", ("let this user read it", f"chmod u+r {path}")
+        )
     if os.path.getsize(path) > LARGEST_CHECKED_SCRIPT or path.endswith(".pyc"):
         return None
     with open(path, "rb") as file:
@@ -85,8 +88,10 @@ def _look_at_source(program: Program, source: bytes, typed: Sequence[str]) -> Re
     path = program.target
     if b"\0" in source:
         line = hints.retyped((*typed, "--no-python"), os.path.join(".", path), *program.args)
-        help = ("an executable or an archive is started as a program of its own", line)
-        return _not_started(f"{path} is not Python source: it holds zero bytes", help)
+        return _not_started(
+            f"{path} is not Python source: it holds zero bytes",
+            ("an executable or an archive is started as a program of its own", line),
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks say them
@@ -128,23 +133,30 @@ def look_at_module(program: Program, typed: Sequence[str] = ()) -> Report | None
     near = nearest(top, filter(is_module_name, (name.removesuffix(".py") for name in os.listdir())))
     line = hints.retyped(typed, f"{near}{dot}{rest}", *program.args)
     helps = [(f"the nearest name is {near}", line)] if near else []
-    install = f"{sys.executable} -m pip install -e ."
-    helps.append(("start from the folder that holds it, or install it", install))
+    helps.append(
+        (
+            "start from the folder that holds it, or install it",
+            f"{sys.executable} -m pip install -e .",
+        )
+    )
     return _not_started(f"the module {program.target} is not found", *helps)
 
 
-def _is_there(top: str) -> bool:
+def _is_there(name: str) -> bool:
     """Tell whether a name may be that of a module, for the ranks: in this folder, along `sys.path`,
-    or where an installed finder looks.
+    or where an installed finder looks. No package is imported.
     """
-    from importlib.machinery import PathFinder
-
+    folders: Any = [os.getcwd(), *sys.path]
     try:
-        return PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None or any(
-            finder.find_spec(top, None) is not None for finder in sys.meta_path
-        )
+        for part in name.split("."):
+            specs = (finder.find_spec(part, folders) for finder in sys.meta_path)
+            spec = next(filter(None, specs), None)
+            if spec is None:
+                return False
+            folders = spec.submodule_search_locations or ()
     except Exception:  # of a foreign finder, or an unreadable folder: the rank will say it
-        return True
+        pass
+    return True
 
 
 def look_at_command(
@@ -168,8 +180,7 @@ def look_at_command(
         return _missing(program, typed)
     helps = [("make it executable", f"chmod +x {name}")]
     if name.endswith(".py"):
-        line = hints.retyped(typed, name, *args, as_script=True)
-        helps.append(("or let Python run it", line))
+        helps.append(("or let Python run it", hints.retyped(typed, name, *args, as_script=True)))
     return _not_started(f"{name} is not executable", *helps)
 
 
@@ -180,10 +191,11 @@ def _missing(program: Program, typed: Sequence[str]) -> Report:
     if program.kind == "script":
         if program.args and (mended := _no_script(program, typed)):
             return _not_started(headline, mended)
-        as_file = path.replace(".", os.sep) + ".py"
-        if "." in path and is_module_name(path) and os.path.exists(as_file):
-            line = hints.retyped((*typed, "-m"), path, *program.args)
-            helps.append(("a module is named with -m", line))
+        name = path.removesuffix(".py")
+        if "." in name and is_module_name(name) and _is_there(name):
+            helps.append(
+                ("a module is named with -m", hints.retyped((*typed, "-m"), name, *program.args))
+            )
     helps += _near_files(program, os.path.dirname(path) or ".", typed)
     return _not_started(headline, *(helps or [("see what is in this folder", f"ls {os.getcwd()}")]))
 
@@ -192,13 +204,14 @@ def _no_script(program: Program, typed: Sequence[str]) -> tuple[str, str] | None
     """Return the help when a habit from elsewhere stands in the script's place."""
     name, args = os.path.basename(program.target), program.args
     if name.isdecimal():
-        line = hints.retyped((*typed, "-n"), name, *args)
-        return "the number of ranks is given with -n", line
+        return "the number of ranks is given with -n", hints.retyped((*typed, "-n"), name, *args)
     if hints.is_python(name) or name in hints.LAUNCHERS:
         return f"leave {name} out: this command takes its place", hints.retyped(typed, *args)
     if shutil.which(program.target):
-        line = hints.retyped((*typed, "--no-python"), program.target, *args)
-        return "a program that is no Python script is started with --no-python", line
+        return (
+            "a program that is no Python script is started with --no-python",
+            hints.retyped((*typed, "--no-python"), program.target, *args),
+        )
     return None
 
 

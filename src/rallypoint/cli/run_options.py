@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -210,11 +211,14 @@ def _program(line: CommandLine, values: Mapping[str, Any]) -> Program:
                 f"{target} is not a module's name, and {option} says that the program is one",
                 ("leave that to -m", f"unset {option.spelling}"),
             )
-        helps = [("a file is given without -m", retyped(typed, *words, as_script=True))]
         dotted = target.removesuffix(".py").strip("./").replace("/", ".")
+        helps = []
         if is_module_name(dotted):
-            again = retyped(typed, dotted, *args)
-            helps.insert(0, ("name the module with dots, and without .py", again))
+            helps.append(
+                ("name the module with dots, and without .py", retyped(typed, dotted, *args))
+            )
+        if not helps or os.path.exists(target):
+            helps.append(("a file is given without -m", retyped(typed, *words, as_script=True)))
         raise _usage(f"-m {target} is not a module's name", *helps)
     if values["module"]:
         return Program("module", target, args)
