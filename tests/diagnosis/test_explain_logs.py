@@ -727,6 +727,20 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
             "rank-out-of-memory",
         ),
+        *(
+            (f"[rank1]: {line}: No space left on device (28)", "rank-out-of-memory")
+            for line in (
+                "RuntimeError: unable to write to file </torch_1234_0>",
+                "RuntimeError: unable to resize file </torch_1234_0> to the right size",
+                "RuntimeError: unable to open shared memory object </torch_1_2> in read-write mode",
+                "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_3>",
+            )
+        ),
+        (
+            "OSError: [Errno 28] No space left on device: '/dev/shm/cache/0.npy'",
+            "rank-out-of-memory",
+        ),
+        ("OSError: [Errno 28] No space left on device: '/data/0.npy'", "rank-raised"),
         ("MemoryError", "rank-out-of-memory"),
         ("slurmstepd: error: Exceeded job memory limit at some point.", "rank-out-of-memory"),
         (

@@ -7,7 +7,7 @@ import re
 CAUSES = {
     "device-shared": re.compile(r"Duplicate GPU detected", re.IGNORECASE),
     "shared-memory": re.compile(
-        r"(posix_fallocate failed|failed to extend /dev/shm/|shared memory segment /dev/shm/).{0,300}No space left on device"
+        r"posix_fallocate failed.{0,300}No space left on device"
         # until 2.19 without the reason, which posix_fallocate gives
         r"|failed to extend /dev/shm/\S{1,100} to \d+ bytes(?![\w,])",
         re.IGNORECASE,

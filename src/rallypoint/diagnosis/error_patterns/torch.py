@@ -30,6 +30,8 @@ CAUSES = {
     ),
     "shared-memory": re.compile(
         r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory"
+        # torch's files there, and others by their path, before the reason or behind it
+        r"|(</torch_|/dev/shm/).{0,300}No space left on device|No space left on device: '/dev/shm/"
         r"|killed by signal: Bus error",
         re.IGNORECASE,
     ),
