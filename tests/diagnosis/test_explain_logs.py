@@ -7,6 +7,7 @@ import lzma
 import os
 import pathlib
 import random
+import threading
 
 import pytest
 from bench.log_corpus import Expected, expected
@@ -284,6 +285,44 @@ def test_files_that_are_no_logs(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError) as caught:
         list(log_files.chunks(str(tmp_path)))
     assert any(command.endswith("/rank0.log") for _, command in caught.value.help)
+
+
+def test_a_folder_whose_files_vanish_meanwhile(tmp_path: pathlib.Path) -> None:
+    """`explain /tmp` said that there was no file /tmp: another file had gone during the walk."""
+    over = threading.Event()
+
+    def churn() -> None:
+        while not over.is_set():
+            for name in ("a", "b", "c"):
+                (tmp_path / name).mkdir()
+                (tmp_path / f"{name}.log").touch()
+            for name in ("a", "b", "c"):
+                (tmp_path / f"{name}.log").unlink()
+                (tmp_path / name).rmdir()
+
+    other = threading.Thread(target=churn)
+    other.start()
+    try:
+        for _ in range(300):
+            with pytest.raises(UsageError, match="is a folder"):
+                list(log_files.chunks(str(tmp_path)))
+    finally:
+        over.set()
+        other.join()
+
+
+def test_of_a_folder_not_everything_is_looked_at(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`explain /` took 24 s to say that / is a folder."""
+    monkeypatch.setattr(log_files, "MOST_FOLDERS", 2)
+    deep = tmp_path / "first" / "second"
+    deep.mkdir(parents=True)
+    (deep.parent / "near.log").touch()
+    (deep / "far.log").touch()
+    with pytest.raises(UsageError) as caught:
+        list(log_files.chunks(str(tmp_path)))
+    assert [pathlib.Path(command).name for _, command in caught.value.help] == ["near.log"]
 
 
 def test_compressed_files_also_when_they_are_cut_short(tmp_path: pathlib.Path) -> None:

@@ -63,7 +63,7 @@ def main(line: CommandLine) -> int:
 def _explain(words: Sequence[str], error_format: str) -> int:
     message = " ".join(words)[:MOST_READ]
     word = message if len(words) == 1 else ""
-    there = [os.path.exists(one) for one in words]
+    there = list(map(os.path.exists, words))
     name = word.lower().replace("_", "-")
     if name in QUESTIONS and not there[0]:
         return _show_pages([question(name)])
@@ -73,14 +73,8 @@ def _explain(words: Sequence[str], error_format: str) -> int:
     if not message.strip():
         help = (("see the codes", "rallypoint explain"),)
         raise UsageError("usage", "the message is empty", help=help)
-    if all(there):
+    if (any(there) or word) and all(map(_is_path, words)):
         return _tell(_of_files(words), error_format)
-    if (any(there) or word) and all(
-        one or _is_path(w) for one, w in zip(there, words, strict=True)
-    ):
-        missing = words[there.index(False)]
-        help = (("see what is there", f"ls -l {os.path.dirname(missing) or '.'}"),)
-        raise UsageError("usage", f"there is no file {missing}", help=help)
     reports = _of_message(message)
     is_name = " " not in word and ":" not in word and not word.endswith(("Error", "Exception"))
     if word and is_name and reports[0].code == "cause-unknown":
@@ -121,7 +115,8 @@ def _is_stdin_sent() -> bool:
 
 
 def _is_path(word: str) -> bool:
-    return " " not in word and (os.sep in word or word.endswith(_LOG_NAMES))
+    named = " " not in word and (os.sep in word or word.endswith(_LOG_NAMES))
+    return named or os.path.exists(word)
 
 
 def _no_code(word: str) -> UsageError:
@@ -137,6 +132,8 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
     """Return what a signal's name or an exit status says, and the code with the page about it; None
     when it is neither.
     """
+    from rallypoint.diagnosis.causes.wording import CRASHES
+
     by_name = signal.Signals.__members__.get("SIG" + word.upper().removeprefix("SIG"))
     number = int(word) if re.fullmatch(r"-?[0-9]{1,3}", word) else 0
     by_number = {one.value: one for one in signal.Signals}
@@ -149,8 +146,7 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
         if by_name
         else f"the exit status of a process that was ended by {found.name}"
     )
-    crashes = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-    return said, "rank-crashed" if found in crashes else "rank-killed"
+    return said, "rank-crashed" if found in CRASHES else "rank-killed"
 
 
 # --- logs
@@ -183,7 +179,7 @@ def _of_stdin() -> Sequence[Report]:
                 "rallypoint: reading a log from stdin; for the codes: rallypoint explain < /dev/null\n"
             )
         stream = _UntilInterrupted(sys.stdin.buffer, signals)
-        findings = reader.Reader("stdin").read(log_files.of_stream(stream))  # type: ignore[arg-type]
+        findings = reader.Reader("stdin").read(log_files.of_stream(stream.read1))
     finally:
         signals.close()
     if stream.interrupted and findings.empty:
@@ -216,8 +212,6 @@ class _UntilInterrupted:
             self.interrupted = True
             return self.read1(size)
         return self._stream.read1(size) if ready else b""  # type: ignore[attr-defined]
-
-    read = read1
 
 
 _TYPELESS = "RuntimeError: "

@@ -38,23 +38,15 @@ def check(url: str) -> Report | None:
         correct = f"file://{url}" if url.startswith("/") else "env://" if url == "env" else ""
     if not problem:
         return None
-    helps: tuple[Help, ...]
-    if correct:
-        helps = (Help("write", f'init_method="{correct}"'),)
-    elif scheme == "file":
-        helps = (
-            Help(
-                "write the whole path, with three slashes",
-                'init_method="file:///shared/folder/name"',
-            ),
-        )
-    else:
-        helps = (Help("write", 'init_method="tcp://HOST:PORT"'),)
-    helps += (Help("or leave init_method out: rallypoint sets the address"),)
+    right = correct or "tcp://HOST:PORT"
+    write = Help("write", f'init_method="{right}"')
+    if scheme == "file" and not correct:
+        whole = "write the whole path, with three slashes"
+        write = Help(whole, 'init_method="file:///shared/folder/name"')
     return Report(
         code="init-method-invalid",
         headline=f'init_method="{url}" cannot work: {problem}',
-        help=helps,
+        help=(write, Help("or leave init_method out: rallypoint sets the address")),
     )
 
 

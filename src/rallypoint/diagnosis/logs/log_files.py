@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import pathlib
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from typing import IO
 
 from rallypoint.diagnosis.logs.line_filter import is_text
@@ -18,6 +19,9 @@ CHUNK = 1 << 20
 """Bytes at a time. Smaller ones cost a call each, larger ones only memory: the search is as fast in
 1 MiB as in 16.
 """
+
+MOST_FOLDERS = 1_000
+"""Folders in which logs are looked for when a folder was given: half a second's work."""
 
 _LISTED = 4  # logs of a folder that are named when the folder itself was given
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
@@ -66,9 +70,8 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
                 progress(raw.tell() if raw.seekable() else 0, info.st_size)
 
 
-def of_stream(stream: IO[bytes]) -> Iterator[bytes]:
-    """Read a pipe, as bytes come. Raises `UsageError` when it begins like no text."""
-    read = getattr(stream, "read1", stream.read)
+def of_stream(read: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Read a pipe by its `read1`, as bytes come. Raises `UsageError` when it begins like no text."""
     for i, chunk in enumerate(iter(lambda: read(CHUNK), b"")):
         if i == 0 and not is_text(chunk[:4096]):
             raise UsageError(
@@ -104,10 +107,16 @@ def _unreadable(path: str, error: Exception) -> UsageError:
 
 def _folder(path: str) -> UsageError:
     """List the newest logs in a folder: its files are not known to somebody who gives it."""
-    endings = (".log", ".out", ".err", ".txt")
-    logs = [file for file in pathlib.Path(path).rglob("*") if file.suffix in endings]
-    logs.sort(key=lambda file: -file.lstat().st_mtime)
-    helps = tuple(("read one of its logs", f"rallypoint explain {log}") for log in logs[:_LISTED])
+    logs = []
+    for folder, _, names in islice(os.walk(path), MOST_FOLDERS):
+        for name in names:
+            if name.endswith((".log", ".out", ".err", ".txt")):
+                with suppress(OSError):  # it was removed meanwhile, or is not to be seen
+                    log = os.path.join(folder, name)
+                    logs.append((-os.lstat(log).st_mtime, log))
+    helps = tuple(
+        ("read one of its logs", f"rallypoint explain {log}") for _, log in sorted(logs)[:_LISTED]
+    )
     return UsageError(
         "usage",
         f"{path} is a folder, and explain reads files",
