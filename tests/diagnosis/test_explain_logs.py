@@ -1091,6 +1091,93 @@ def test_words_with_the_place_that_they_left(
     assert words in report.headline
 
 
+IN_CALL = """\
+[rank{0}]: Traceback (most recent call last):
+[rank{0}]:   File "/tmp/train.py", line {1}, in <module>
+[rank{0}]:     dist.{2}()
+[rank{0}]:   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 5356, in {2}
+[rank{0}]:     work.wait()
+[rank{0}]: RuntimeError: [/third_party/gloo/gloo/transport/tcp/{3}
+"""
+TIMED_OUT = "unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+CLOSED = "pair.cc:553] Connection closed by peer [127.0.0.1]:13985."
+ENDED_WITH_1 = (
+    "E1127 20:41:04.479000 14545 torch/distributed/elastic/multiprocessing/api.py:1002] "
+    "failed (exitcode: 1) local_rank: 0 (pid: 14562) of binary: /x/bin/python\n"
+)
+
+
+def test_ranks_that_left_different_collectives() -> None:
+    """Both tracebacks stood in the log, and the help was to look for the logs of other ranks."""
+    differ = IN_CALL.format(1, 6, "barrier", TIMED_OUT) + ENDED_WITH_1
+    differ += IN_CALL.format(0, 5, "all_reduce", TIMED_OUT)
+    (report,) = _told(differ)
+    assert (report.code, report.confidence) == ("collective-mismatch", "likely")
+    assert all(at in line for at, line in zip(("py:5", "py:6"), report.evidence, strict=True))
+    hurt = differ.replace(TIMED_OUT, CLOSED, 1)  # the first that gave up is lost by the other
+    assert _told(hurt)[0].code == "collective-mismatch"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        # another rank may be the one that was waited for
+        IN_CALL.format(1, 6, "barrier", TIMED_OUT)
+        + IN_CALL.format(0, 5, "all_reduce", TIMED_OUT)
+        + "[rank2]: step 5\n",
+        IN_CALL.format(1, 6, "barrier", TIMED_OUT) + IN_CALL.format(0, 6, "barrier", TIMED_OUT),
+        # nobody waited: a third one is gone
+        IN_CALL.format(1, 6, "barrier", CLOSED) + IN_CALL.format(0, 5, "all_reduce", CLOSED),
+    ],
+)
+def test_ranks_that_were_hurt_in_collectives_by_somebody_else(log: str) -> None:
+    assert _told(log)[0].code == "cause-unknown"
+
+
+def test_a_rank_that_torchrun_does_not_list_may_have_left_early() -> None:
+    """Rank 1 had ended with exit code 0, and the help was to look for the cause in its log."""
+    log = IN_CALL.format(0, 9, "barrier", CLOSED)
+    left = "rallypoint explain rank-left-early"
+    (report,) = _told(log + ENDED_WITH_1)
+    assert (report.code, left in [help.command for help in report.help]) == ("cause-unknown", True)
+    (report,) = _told(log)
+    assert (report.code, left in [help.command for help in report.help]) == ("cause-unknown", False)
+
+
+LISTEN = (
+    "The server socket has failed to listen on any local network address. "
+    "port: 29517, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "command"),
+    [
+        (f"torch.distributed.DistNetworkError: {LISTEN}\n", "--master-port"),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "/x/site-packages/torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py", line 67, in next_rendezvous\n'
+            "    self._store = TCPStore(  # type: ignore[call-arg]\n"
+            f"torch.distributed.DistNetworkError: {LISTEN}\n",
+            "--master-port",
+        ),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "/tmp/serve.py", line 3, in <module>\n'
+            '    socket.create_server(("", 29517))\n'
+            "OSError: [Errno 98] Address already in use (while attempting to bind on address ('', 29517))\n",
+            "getsockname",
+        ),
+    ],
+)
+def test_a_port_is_chosen_where_it_was_named(log: str, command: str) -> None:
+    """Who had started torchrun twice was told to ask the socket for its port, and had no socket."""
+    report = _told(log)[0]
+    assert report.code == "port-in-use"
+    commands = " ".join(help.command for help in report.help)
+    assert [one for one in ("--master-port", "getsockname") if one in commands] == [command]
+
+
 def test_members_of_a_group_are_counted() -> None:
     """As many as the group has, and some twice; two attempts of all are no such thing, and neither
     are two that are still few.

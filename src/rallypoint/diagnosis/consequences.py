@@ -200,7 +200,7 @@ def _left_early(scene: Scene) -> Report | None:
     return endings.left_early(scene.case(quiet)) if quiet else None
 
 
-def _mismatch(scene: Scene) -> Report | None:
+def mismatch(scene: Scene) -> Report | None:
     """Tell of ranks that waited for each other in different collectives."""
     calls = different_collectives(scene.verdicts)
     if not calls or not any(v.kind is Kind.WAITED for v in scene.hurt):
@@ -259,7 +259,7 @@ _TOGETHER = (
     _store_lost,
     _store_waits,
     _left_early,
-    _mismatch,
+    mismatch,
     _named_as_missing,
     _waited_alone,
 )

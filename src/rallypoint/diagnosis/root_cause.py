@@ -23,6 +23,7 @@ from rallypoint.diagnosis.confidence import answers, doubt_in_log
 from rallypoint.diagnosis.consequences import (
     case_of,
     different_collectives,
+    mismatch,
     of_consequences,
     scene_of,
 )
@@ -460,6 +461,8 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
             return _reports(job, verdicts, found)
     scene = scene_of(job, verdicts)
     told = watched_calls(scene) or refused_value(scene, log) or not_reached(scene, log)
+    if told is None and {v.rank.rank for v in verdicts} == {*log.ranks}:
+        told = mismatch(scene)
     if told is not None:
         return (told,)
     if found := of_kind(Kind.ABORTED):

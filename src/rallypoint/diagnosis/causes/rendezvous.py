@@ -43,7 +43,7 @@ def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...
 def meet_at_home(case: Case, home: str) -> Report:
     """Tell of ranks that look on their own machine for rank 0, which is on `home`."""
     meeting = case.first.meeting
-    address, line = (meeting.address, meeting.line) if meeting is not None else ("", "")
+    address, line = (meeting.address, meeting.line) if meeting else ("", "")
     return account(
         case,
         "address-loopback",
@@ -83,7 +83,7 @@ def group_twice(case: Case, error: Raised) -> Report:
         f"{case.subject} called init_process_group a second time",
         error,
         why=why[0] if why else "",
-        evidence=tuple(why[1:]),
+        evidence=why[1:],
         help=tuple(Help(sentence, command) for sentence, command in error.help)
         or (Help("call it once, or close the first group before", "dist.destroy_process_group()"),),
     )
@@ -157,13 +157,13 @@ def scheme_unknown(case: Case, error: Raised) -> Report:
     """Tell of an init_method that begins with a scheme for which this torch has no code."""
     scheme = classify.words_of("scheme-unknown", error)[1]
     why = "torch knows env://, tcp://HOST:PORT and file:///absolute/path"
-    helps: tuple[Help, ...] = (_LEAVE_OUT,)
+    help = _LEAVE_OUT
     if scheme == "tcp":
         why = "on Windows torch knows only file:// before 1.8"
         meet = "let the ranks meet in a file that all of them can reach, and that is not there yet"
-        helps = (Help(meet, "init_method='file:///D:/meet/here'"),)
+        help = Help(meet, "init_method='file:///D:/meet/here'")
     headline = f"init_method begins with {scheme}://, which this torch does not know"
-    return account(case, "init-method-invalid", headline, error, why=why, help=helps)
+    return account(case, "init-method-invalid", headline, error, why=why, help=(help,))
 
 
 def address_cut(case: Case, error: Raised) -> Report:
@@ -186,7 +186,7 @@ def host_unresolved(case: Case, error: Raised) -> Report:
     which it was.
     """
     found = python.HOST.search(error.message)
-    host = found["host"] if found is not None else ""
+    host = found["host"] if found else ""
     asked = '"$MASTER_ADDR"'
     what = f"the name in {host}" if host else "the host at which the ranks are to meet"
     return account(
@@ -200,8 +200,8 @@ def host_unresolved(case: Case, error: Raised) -> Report:
 
 def ssh_unresolved(case: Case, error: Raised) -> Report:
     """Tell that ssh, by which mpirun, pdsh and others start processes elsewhere, found no address."""
-    found = classify.words_of("ssh-unresolved", error)
-    host, alone = found["host"], found["host"].partition(":")[0]
+    host = classify.words_of("ssh-unresolved", error)["host"]
+    alone = host.partition(":")[0]
     why = ""
     help = Help("ask the resolver of this machine", f"getent hosts {host}")
     if alone != host:
@@ -225,7 +225,7 @@ def port_forbidden(case: Case, error: Raised) -> Report:
     of the machine's.
     """
     port = classify.port_named(error.message) or next(
-        (int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0
+        map(int, re.findall(r"\]:(\d+)", error.message)), 0
     )
     if port >= FIRST_FREE:
         return account(
@@ -284,10 +284,9 @@ def variable_missing(case: Case, error: Raised) -> Report:
     """Tell of a variable that init_process_group reads and that is not set: who removed it, when we
     had set it.
     """
-    found = classify.words_of("variable-missing", error)
-    variable = found[1]
-    line = case.first.meeting.line if case.first.meeting is not None else ""
-    ours = bool(case.job.held_address)  # rallypoint set them all
+    variable = classify.words_of("variable-missing", error)[1]
+    line = case.first.meeting.line if case.first.meeting else ""
+    ours = case.job.held_address  # rallypoint set them all
     return account(
         case,
         "env-missing",
@@ -332,6 +331,16 @@ def interface_missing(case: Case, error: Raised) -> Report:
     )
 
 
+_OTHER_PORT = (
+    Help("on one node let torchrun take a free port", "torchrun --standalone ..."),
+    Help(
+        "or name another port where this one was named: MASTER_PORT, the program, the launcher's option",
+        "torchrun --master-port 29501 ...",
+    ),
+    Help("or start the job with rallypoint, which holds a free port", "rallypoint run ..."),
+)
+
+
 def port_in_use(case: Case, error: Raised) -> Report:
     """Tell of EADDRINUSE: who holds the port, as far as it can be seen."""
     port, holders = classify.port_named(error.message), case.node.holders
@@ -358,20 +367,16 @@ def port_in_use(case: Case, error: Raised) -> Report:
                 "whoever listened there has gone since",
                 holders,
             )  # torch's sockets may be bound beside TIME_WAIT
-        chosen = case.first.meeting is not None and error.call == "init_process_group"
-        line = (
-            f" ({case.first.meeting.line})"
-            if chosen and case.first.meeting and case.first.meeting.line
-            else ""
-        )
-        advice = f"leave the port out of the program{line}: rallypoint holds a free one for init_process_group"
+        meeting = case.first.meeting
         helps = (
-            Help(advice)
-            if chosen
-            else Help(
-                "bind port 0, and ask the socket which number it got", "sock.getsockname()[1]"
-            ),
+            Help("bind port 0, and ask the socket which number it got", "sock.getsockname()[1]"),
         )
+        if meeting and error.call == "init_process_group":
+            line = f" ({meeting.line})" if meeting.line else ""
+            advice = f"leave the port out of the program{line}: rallypoint holds a free one for init_process_group"
+            helps = (Help(advice),)
+        elif case.job.log and "server socket" in error.message:
+            helps = _OTHER_PORT
         if not holders:
             helps += (
                 Help(

@@ -169,7 +169,7 @@ _MORE_TIME = {
     "": ("Slurm", "#SBATCH --time=2-00:00:00"),
 }
 """Schedulers, by a word of what they say at a job's time limit, and how to ask them for more time."""
-_ALL_LOGS = "rallypoint explain logs/*.log"
+_WHOLE_LOG = Help("give the whole log, or the logs of all ranks", "rallypoint explain logs/*.log")
 _UNKNOWN_WORDS = "these words name no cause that is known here"
 
 
@@ -263,8 +263,10 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
     evidence[EVIDENCE_LINES:] = [
         f"line {s.place.line}, before that: {cut(s.text, 200)}" for s in before[:MOST_SPOKEN]
     ]
-    look = "look at the logs of the other ranks and nodes, too: the cause stands in one of them"
-    helps = [Help(look, _ALL_LOGS)]
+    helps = [_WHOLE_LOG]
+    if any(sighting.end.by == "torchrun" for sighting in findings.sightings):
+        left = "see whether a rank left early: one that torchrun does not list ended with exit code 0, or is on another node"
+        helps.append(Help(left, "rallypoint explain rank-left-early"))
     at = reachability.unreached_at(_words(first, error))
     if at is not None:
         evidence[0] = "refused, dropped and unknown names look the same in torch's message"
@@ -333,9 +335,6 @@ def _nothing(findings: Findings) -> Report:
         why="no exception, no signal, no error of torch, NCCL, Slurm or MPI was recognised",
         help=(_WHOLE_LOG,),
     )
-
-
-_WHOLE_LOG = Help("give the whole log, or the logs of all ranks", _ALL_LOGS)
 
 
 def in_unknown_words(report: Report) -> bool:

@@ -31,7 +31,7 @@ def _classic(
 
 
 _ALL_LOGS = Help(
-    "read the logs of all ranks together: the cause stands in one of them",
+    "read the logs of all ranks together: the cause may stand in one of them",
     "rallypoint explain logs/*.log",
 )
 _STANDS = Help("or see where each rank stands while it hangs", "rallypoint run --stall 60 ...")

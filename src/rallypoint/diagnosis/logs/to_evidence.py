@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.diagnosis import classify, confidence, rank_kinds, root_cause, stacks
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.classify import Meaning
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import python, schedulers
 from rallypoint.diagnosis.evidence import Ended, JobEvidence, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
 from rallypoint.diagnosis.report import Report
@@ -233,7 +233,8 @@ class _Log:
         C++.
         """
         for sighting in filter(_is_dump, self._seen):
-            number = next((n for name, n in _DUMPED.items() if name in sighting.text), int(SIGABRT))
+            told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
+            number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
             for rank in _numbers(sighting):
                 yield self._rank(
                     sighting,
@@ -335,12 +336,6 @@ class _Log:
         return "a rank" if self._findings.ranks else "the program"
 
 
-_DUMPED = {
-    "Segmentation fault": 11,
-    "Bus error": 7,
-    "Floating point exception": 8,
-    "Illegal instruction": 4,
-}
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 
