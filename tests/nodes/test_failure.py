@@ -332,3 +332,21 @@ def test_ranks_that_lost_a_peer_on_another_node_are_not_at_fault(
         assert codes(one) == ["rank-killed"], one.output()
         assert re.search(r"rank-killed\]: rank 3\b", one.output()), one.output()
     loop.unlink()
+
+
+@pytest.mark.parametrize("way", ["iifname", "oifname"])
+def test_a_network_that_drops_large_packets_hides_no_cause(
+    make_cluster: MakeCluster, tmp_path: Path, way: str
+) -> None:
+    """Behind a tunnel: what a node said of its failure, more than one packet takes, never came, and
+    the lead was told as lost, or the cause as unknown."""
+    jobs = Jobs(make_cluster(2), tmp_path)
+    for node in jobs.cluster.nodes:
+        node.ip("link set dev eth0 gso_max_segs 1")  # each packet is as large as on a wire
+    program = RAISES.replace("the batch is bad", "the batch is bad" + " and long" * 1000)
+    running = Running(jobs, program.replace('"5"', '"3"').replace("FOLDER", str(tmp_path)))
+    jobs.cluster.drops.append(f'{way} "{jobs.cluster[1].port}" meta length > 1400 drop')
+    jobs.cluster.filter()
+    at = time.monotonic()
+    jobs.write("now", "")
+    all_say(running.each, "rank-raised", "rank 3 on node1 raised ValueError", at, 10)

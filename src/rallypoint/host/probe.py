@@ -48,6 +48,10 @@ THIN_LINEAR_TIMEOUTS = 16
 """TCP_THIN_LINEAR_TIMEOUTS of tcp(7), which Python does not name: connections with less than four
 packets on their way send a lost one up to six times in equal intervals."""
 
+SEGMENT_BYTES = 1200
+"""Maximum bytes of a packet's content between launchers: with its headers (60 with IPv6) it is less
+than 1280, which every network with IPv6 and every usual tunnel carries."""
+
 Outcome = Literal["answered", "closed", "silent", "refused", "unreachable", "dropped"]
 
 UNREACHABLE = {
@@ -204,9 +208,11 @@ def set_for_small_messages(sock: socket.socket) -> None:
 
 def set_for_signs_of_life(sock: socket.socket) -> None:
     """Have TCP repeat a lost small message every 0.2 s also on a machine that is set to BBR: the
-    kernel never takes a connection with BBR for a thin one. What a listener accepts inherits it."""
+    kernel never takes a connection with BBR for a thin one. Let every packet pass a network that
+    drops large ones without a word. What a listener accepts inherits both."""
     set_for_small_messages(sock)
     with contextlib.suppress(OSError):  # no Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
