@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -198,6 +199,23 @@ def test_a_folder(folder: Path) -> None:
 def test_a_pipe(folder: Path) -> None:
     os.mkfifo(folder / "pipe.py")
     assert trouble("pipe.py").headline == "pipe.py is not a file that every rank could read"
+
+
+@pytest.mark.parametrize("name", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_a_file_as_standard_input_is_for_one_rank(folder: Path, name: str) -> None:
+    """Rank 1, whose standard input is empty, ran an empty program, and the job ended well."""
+    (folder / "train.py").write_text("print('ran')")
+    for ranks in 1, 2:
+        with open("train.py") as file:
+            done = subprocess.run(
+                [sys.executable, "-m", "rallypoint", "run", "--fresh", "-n", str(ranks), name],
+                stdin=file, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+        if ranks == 1:
+            assert (done.returncode, done.stdout.count("ran")) == (0, 1), done.stderr
+        else:
+            assert done.returncode == 2
+            assert f"{name} is not a file that every rank could read" in done.stderr
 
 
 def test_an_unreadable_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

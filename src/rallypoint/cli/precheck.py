@@ -26,23 +26,25 @@ say what is wrong with it.
 
 
 def look_at(
-    program: Program, environ: Mapping[str, str], typed: Sequence[str] = ()
+    program: Program, environ: Mapping[str, str], typed: Sequence[str] = (), ranks: int = 1
 ) -> Report | None:
     """Return what is wrong with the program that can be seen without running it; None if nothing
-    is. `typed`: the options before it.
+    is. `typed`: the options before it. `ranks`: how many would run it.
     """
     if program.kind == "script":
-        return look_at_script(program, typed)
+        return look_at_script(program, typed, ranks)
     if program.kind == "command":
         return look_at_command(program, environ, typed)
     return look_at_module(program, typed)
 
 
-def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None:
+def look_at_script(program: Program, typed: Sequence[str] = (), ranks: int = 1) -> Report | None:
     """Report a script that is missing, a folder without `__main__.py`, unreadable, no regular file,
-    or does not compile.
+    a descriptor of this process (`/dev/stdin`) that one rank alone would have, or does not compile.
     """
     path = program.target
+    descriptors = "/dev", os.path.realpath("/dev/fd")
+    is_for_one = ranks > 1 and os.path.realpath(os.path.dirname(path)) in descriptors
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -56,7 +58,7 @@ def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None
             ("see what is in it", f"ls {shlex.quote(path)}")
         ]
         return _not_started(f"{path} is a folder without __main__.py, not a script", *helps)
-    if not stat.S_ISREG(mode):
+    if is_for_one or not stat.S_ISREG(mode):
         return _not_started(
             f"{path} is not a file that every rank could read",
             ("save the script to a file first", ""),

@@ -87,7 +87,7 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         again = retyped(("--fresh", *typed), wanted.program.target, *wanted.program.args)
         help = (*error.help, ("for a program that needs no torch, start new interpreters", again))
         raise UsageError(error.code, error.headline, why=error.why, help=help) from None
-    if trouble := precheck.look_at(made.program, environ, typed):
+    if trouble := precheck.look_at(made.program, environ, typed, made.slots):
         from rallypoint.diagnosis import render
 
         write_err(rendered(trouble, wanted.error_format, sys.stderr))
