@@ -2963,6 +2963,21 @@ def test_a_module_that_is_not_there_is_wrong_usage_as_a_script_is() -> None:
     assert (report.code, report.exit_status) == ("start-failed", 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message", "line"),
+    [
+        ("ImportError", "attempted relative import with no known parent package", "-m "),
+        ("bdb.BdbQuit", "", "--debug-rank "),
+    ],
+)
+def test_words_of_pythons_that_say_too_little_get_a_way_out(
+    kind: str, message: str, line: str
+) -> None:
+    (report,) = diagnose(job(rank(0, 1, raised=raised(kind, message, (MAIN,))), stopped(1)))
+    assert report.code == "rank-raised"
+    assert [line in help.command for help in report.help] == [True]
+
+
 def test_the_signals_of_the_table_are_this_systems() -> None:
     assert (signal.SIGKILL, signal.SIGABRT) == (9, 6)
 

@@ -227,6 +227,9 @@ MISUSES = """
     @pytest.mark.ranks(2, backed="gloo")
     def test_misspelled(): pass
 
+    @pytest.mark.ranks("2")
+    def test_text(): pass
+
     @pytest.mark.ranks(2)
     async def test_later(): assert False
 
@@ -259,7 +262,10 @@ def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
         "test_old: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase"
         in done.stdout
     ), done.stdout
-    assert "5 failed, 1 error" in done.stdout
+    # Ninety lines of our own source stood before these words.
+    assert "test_text: @pytest.mark.ranks: nproc='2': a number of ranks is an int" in done.stdout
+    assert "launch.py" not in done.stdout, done.stdout
+    assert "6 failed, 1 error" in done.stdout
 
 
 @pytest.mark.usefixtures("without_torch")

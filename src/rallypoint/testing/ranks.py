@@ -87,13 +87,14 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
             nproc=wanted.pop("nproc"),
             run_dir=folder / "run",
             preload=(*PRELOAD, *wanted.pop("preload", ())),
-            timeout=wanted.pop("timeout", TIMEOUT),
-            **wanted,
+            **{"timeout": TIMEOUT, **wanted},
         )
     except WorkerError as error:
         _conclude(item, error, _read(folder))
     except RallypointError as error:
         _refuse(item, error)
+    except TypeError as error:  # of `launch` itself, about a value in the marker
+        pytest.fail(f"{item.name}: @pytest.mark.ranks: {error}", False)
     shutil.rmtree(folder, ignore_errors=True)
 
 

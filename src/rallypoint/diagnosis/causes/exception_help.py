@@ -46,7 +46,7 @@ def _install(module: str, python: str) -> tuple[Help, ...]:
 
 _HELPS = (
     (
-        re.compile(r"^context has already been set"),
+        r"^context has already been set",
         (
             Help(
                 "choose the start method once, below the line that is false in an import",
@@ -59,9 +59,7 @@ _HELPS = (
         ),
     ),
     (
-        re.compile(
-            r"No backend type associated with device type cpu|Tensors must be CUDA|from the 'CPU' backend"
-        ),
+        r"No backend type associated with device type cpu|Tensors must be CUDA|from the 'CPU' backend",
         (
             Help(
                 "move the tensor to the rank's GPU: NCCL takes no others",
@@ -73,7 +71,7 @@ _HELPS = (
         ),
     ),
     (
-        re.compile(r"No backend type associated with device type cuda"),
+        r"No backend type associated with device type cuda",
         (
             Help(
                 "open the group for both kinds of tensors",
@@ -82,7 +80,7 @@ _HELPS = (
         ),
     ),
     (
-        re.compile(r"Expected all tensors to be on the same device"),
+        r"Expected all tensors to be on the same device",
         (
             Help(
                 "move the batch to where the model is",
@@ -91,10 +89,19 @@ _HELPS = (
         ),
     ),
     (
-        re.compile(r"Can't pickle local object|Can't pickle <function|Can't get local object"),
+        r"Can't pickle local object|Can't pickle <function|Can't get local object",
         (
             Help(
                 "define the function at the top of a module: a new process finds it there by its name"
+            ),
+        ),
+    ),
+    (
+        r"^attempted relative import with no known parent package$",
+        (
+            Help(
+                "start the file as a module, from the folder that holds its package",
+                "rallypoint run -n 2 -m package.module",
             ),
         ),
     ),
@@ -125,11 +132,24 @@ def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
     ):
         return _install(found[1], job.python)
     if short == "KeyError" and key in _SCHEDULERS:
-        theirs = (
-            "this is another launcher's variable; read the one that rallypoint and torchrun set"
+        return (
+            Help(
+                "this is another launcher's variable; read the one that rallypoint and torchrun set",
+                f'os.environ["{_SCHEDULERS[key]}"]',
+            ),
         )
-        return (Help(theirs, f'os.environ["{_SCHEDULERS[key]}"]'),)
     if short == "KeyError" and key in _VARIABLES:
-        start = "start the program with a launcher, which sets it"
-        return (Help(start, f"rallypoint run -n 2 {job.program}"),)
-    return next((helps for pattern, helps in _HELPS if pattern.search(error.message)), ())
+        return (
+            Help(
+                "start the program with a launcher, which sets it",
+                f"rallypoint run -n 2 {job.program}",
+            ),
+        )
+    if short == "BdbQuit":
+        return (
+            Help(
+                "a debugger was told to quit, or its stdin was at an end (/dev/null, cron, CI): start from a terminal",
+                f"rallypoint run --debug-rank 0 {job.program}",
+            ),
+        )
+    return next((helps for pattern, helps in _HELPS if re.search(pattern, error.message)), ())
