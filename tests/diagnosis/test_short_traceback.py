@@ -84,6 +84,7 @@ def test_what_was_raised_while_the_cause_was_handled_gives_way() -> None:
     ]
     kept = abridged([*DEEP, *later], "RuntimeError", 12)
     assert DEEP[-1] in kept
+    assert kept[-1] == later[-1]
     assert {*own(8, "forward")} <= {*kept}
     assert not {*own(31, "close_all")} & {*kept}
 

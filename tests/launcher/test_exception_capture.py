@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -70,22 +71,106 @@ def several_in_a_group() -> None:
     raise ExceptionGroup("two shards", [KeyError("lr"), ValueError("shapes do not match")])
 
 
+class CacheMiss(Exception):
+    pass
+
+
+def with_half_the_batch(size: int = 4) -> None:
+    """As after torch.OutOfMemoryError, again inside of the clause."""
+    try:
+        if size > 1:
+            raise CacheMiss(size)
+        raise ValueError("target 11 is out of bounds")
+    except CacheMiss:
+        with_half_the_batch(size // 2)
+
+
+def on_the_cpu() -> None:
+    try:
+        raise RuntimeError("CUDA out of memory")
+    except RuntimeError:
+        int("-")
+
+
+def hidden_by_an_exit_of_a_with() -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_close)
+        raise KeyError("lr")
+
+
+def hidden_in_a_clause_that_raises_again() -> None:
+    try:
+        raise KeyError("lr")
+    except KeyError:
+        _close()
+        raise
+
+
+def hidden_in_a_clause_that_exits() -> None:
+    try:
+        raise KeyError("lr")
+    except KeyError:
+        _close()
+        sys.exit(3)
+
+
+def in_a_librarys_words() -> None:
+    urllib.request.urlopen("file:///no/such/file")
+
+
 @pytest.mark.parametrize(
-    ("program", "kind"),
+    ("program", "kind", "is_open"),
     [
-        (hidden_by_finally, KeyError),
-        (hidden_by_clearing_up, RuntimeError),
-        (the_other_way_failed, ValueError),
-        (the_other_way_failed_and_was_closed, ValueError),
-        (wrapped_on_purpose, RuntimeError),
-        (in_a_task_group, KeyError),
-        (several_in_a_group, ExceptionGroup),
+        (hidden_by_finally, KeyError, False),
+        (hidden_by_an_exit_of_a_with, KeyError, False),
+        (hidden_in_a_clause_that_raises_again, KeyError, False),
+        (hidden_in_a_clause_that_exits, KeyError, False),
+        (hidden_by_clearing_up, RuntimeError, True),
+        (on_the_cpu, RuntimeError, True),
+        (the_other_way_failed, ValueError, False),
+        (the_other_way_failed_and_was_closed, ValueError, False),
+        (with_half_the_batch, ValueError, False),
+        (in_a_librarys_words, FileNotFoundError, False),
+        (wrapped_on_purpose, RuntimeError, False),
+        (in_a_task_group, KeyError, False),
+        (several_in_a_group, ExceptionGroup, False),
     ],
 )
-def test_the_first_of_a_chain(program: Callable[[], None], kind: type[Exception]) -> None:
+def test_the_first_of_a_chain(
+    program: Callable[[], None], kind: type[Exception], is_open: bool
+) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011 (which one comes out is what is asked)
         program()
-    assert type(exception_capture.first_of_chain(caught.value)) is kind
+    path, seen = exception_capture.to_first(caught.value)
+    assert (type(path[-1]), seen) == (kind, is_open)
+    assert exception_capture.raised(caught.value).is_open == is_open
+
+
+def _hiding() -> None:
+    try:
+        raise RuntimeError("Connection closed by peer")
+    except RuntimeError as error:
+        error.__dict__[exception_capture.SERIAL] = 1
+        raise ValueError("training diverged") from None
+
+
+def _closing_after() -> None:
+    try:
+        raise RuntimeError("bad batch")
+    except RuntimeError as error:
+        error.__dict__[exception_capture.SERIAL] = 1
+        _close()
+        raise
+
+
+@pytest.mark.parametrize(("program", "serials"), [(_hiding, []), (_closing_after, [1])])
+def test_what_an_exception_does_not_tell_of_is_not_taken_back(
+    program: Callable[[], None], serials: list[int]
+) -> None:
+    """What `from None` hides may be the loss of a peer."""
+    with pytest.raises((ValueError, AssertionError)) as caught:
+        program()
+    assert exception_capture.serials(caught.value) == serials
 
 
 def test_a_member_that_was_never_raised_stands_where_its_group_was() -> None:

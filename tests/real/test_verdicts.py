@@ -88,6 +88,50 @@ if dist.get_rank() == 0:
 """
 
 
+HALVES = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+
+def train(size):
+    try:
+        if size > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise ValueError("target 11 is out of bounds")
+    except torch.OutOfMemoryError:
+        train(size // 2)
+
+if dist.get_rank() == 1:
+    train(32)
+dist.barrier()
+"""
+
+ON_THE_CPU = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    try:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    except RuntimeError:
+        raise ValueError("target 11 is out of bounds")
+dist.barrier()
+"""
+
+HIDES = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1))
+    except Exception:
+        raise ValueError("training diverged") from None
+"""
+
+
 def _write(folder: Path, text: str) -> str:
     program = folder / "train.py"
     program.write_text(text)
@@ -140,3 +184,22 @@ def test_a_loss_that_torch_tells_nobody_of_is_known_from_the_exit_after_it(tmp_p
     assert result.report.startswith("error[rank-exited]: rank 1 exited with code 4\n"), (
         result.everything
     )
+
+
+def test_what_was_handled_is_not_the_cause(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, HALVES)], state=tmp_path)
+    assert result.report.startswith(
+        "error[rank-raised]: rank 1 raised ValueError: target 11 is out of bounds\n"
+    ), result.everything
+
+
+def test_where_either_may_be_the_cause_both_are_shown(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, ON_THE_CPU)], state=tmp_path)
+    assert result.codes == ["rank-out-of-memory"], result.everything
+    assert "(likely)" in result.report, result.everything
+    assert "    | ValueError: target 11 is out of bounds\n" in result.report, result.everything
+
+
+def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, HIDES)], state=tmp_path)
+    assert result.report.startswith("error[rank-left-early]: rank 1 "), result.everything

@@ -70,6 +70,7 @@ class Raised(msgspec.Struct, frozen=True):
     code: str = ""
     why: tuple[str, ...] = ()  # with a code: the facts
     help: Advice = ()  # with a code: (sentence, line to type)
+    is_open: bool = False  # another came while it was handled, and either may be at fault
 
     def __post_init__(self) -> None:
         """Bound what the rules search in."""

@@ -6,11 +6,13 @@ import ast
 import contextlib
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
+from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame, Raised
 from rallypoint.errors import RallypointError
 from rallypoint.launcher import interruptions
@@ -24,7 +26,7 @@ FRAMES_MOST = 60  # of one exception: a recursion has a thousand that say the sa
 SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for its except clauses
 
 # where an exception remembers that it was told about: builtin exceptions take no weak references
-_SERIAL = "_rallypoint_serial"
+SERIAL = "_rallypoint_serial"
 
 
 def is_ours(filename: str, function: str = "<module>") -> bool:
@@ -70,55 +72,72 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [one.__context__, one.__cause__]
 
 
-def first_of_chain(error: BaseException) -> BaseException:
-    """Return the exception that began a chain: back along `__context__` ("during handling of the
-    above ..."), as far as there is no `raise ... from`.
+def to_first(error: BaseException) -> tuple[list[BaseException], bool]:
+    """Return the exceptions back to the one that began a chain: along `__context__` ("during
+    handling of the above ..."), as far as there is no `raise ... from`. And whether it is open
+    which of them is at fault.
 
     `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides
-    the reason; an explicit `from` is what the program means and is kept. An exception that `except
-    ImportError:` catches was expected there: the program's other way failed. A group of one, as
-    `asyncio.TaskGroup` raises it, says no more than its member.
+    the reason; an explicit `from` is what the program means and is kept. What a program catches by
+    its kind to go on is over: its other way failed. A group of one, as `asyncio.TaskGroup` raises
+    it, says no more than its member.
     """
-    seen = {id(error)}
-    while True:
+    path, lines, is_open = [error], dict[FrameType, int](), False
+    while len(path) < FRAMES_MOST:
         before = error.__context__
         if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             before = error.exceptions[0]
-        elif error.__cause__ is not None or error.__suppress_context__:
-            return error
-        if before is None or id(before) in seen or _was_expected(before, error):
-            return error
+        elif error.__suppress_context__:  # a cause sets it, too
+            break
+        lines.update(traceback.walk_tb(error.__traceback__))
+        if before is None or (over := _is_over(before, error, lines)):
+            break
+        is_open |= over is None
         error = before
-        seen.add(id(error))
+        path.append(error)
+    return path, is_open
 
 
-# What programs catch to go another way. Broader ones are also caught to clear up: then what failed
-# first is the cause.
-_EXPECTED = frozenset(
-    ("ImportError", "ModuleNotFoundError", "AttributeError", "KeyError", "IndexError", "LookupError", "StopIteration", "Empty",
-     "FileNotFoundError", "FileExistsError", "NotImplementedError")
-)  # fmt: skip
+# What programs catch to go another way, also where they clear up.
+_EXPECTED = {
+    "ImportError", "ModuleNotFoundError", "AttributeError", "KeyError", "IndexError", "LookupError", "StopIteration", "Empty",
+    "FileNotFoundError", "FileExistsError", "NotImplementedError",
+}  # fmt: skip
+# They are also caught to clear up: torch raises RuntimeError for nearly everything.
+_BROAD = {"BaseException", "Exception", "RuntimeError"}
 
 
-def _was_expected(before: BaseException, error: BaseException) -> bool:
-    """Tell whether `error` comes from an except clause that names the kind of `before`, and that
-    kind is one to try something else for."""
-    names = {kind.__name__ for kind in type(before).__mro__} & _EXPECTED
-    return bool(names) and any(
-        _in_clause(frame.f_code.co_filename, line, names)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    )
+def _is_over(
+    before: BaseException, error: BaseException, lines: dict[FrameType, int]
+) -> bool | None:
+    """Tell whether the program had caught `before` to go on when `error` was raised; None when the
+    source does not show it. `lines`: where `error` and those after it passed each frame.
+
+    A `finally`, a `with` and a clause that ends the program do not go on. A library says in other
+    words what it catches.
+    """
+    if not before.__traceback__:
+        return False
+    frame = before.__traceback__.tb_frame
+    line = lines.get(frame, 0)
+    if not (clause := _clause_at(frame, line)):
+        return False
+    file, last = frame.f_code.co_filename, clause.body[-1]
+    if line < last.lineno and re.match(r"raise|(\w+\.)?_?exit\b", ast.unparse(last)):
+        return False
+    own = stacks.library_path(file) == file
+    names = {kind.__name__ for kind in type(before).__mro__}
+    names = names - _BROAD if own and isinstance(error, Exception) else names & _EXPECTED
+    return _fits(clause.type, names) or (None if own else False)
 
 
-def _in_clause(filename: str, line: int, names: set[str]) -> bool:
-    """Tell whether a line lies in the body of an except clause that names one of these."""
-    return any(
-        isinstance(node, ast.ExceptHandler)
-        and node.type is not None
-        and _fits(node.type, names)
-        and node.lineno <= line <= (node.end_lineno or 0)
-        for node in _nodes(filename, "except")
-    )
+def _clause_at(frame: FrameType, line: int) -> ast.ExceptHandler | None:
+    """Return the innermost except clause around a line of a frame's file."""
+    found = None
+    for node in _nodes(frame.f_code.co_filename, "except"):
+        if isinstance(node, ast.ExceptHandler) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node
+    return found
 
 
 def on_its_way(frame: FrameType | None) -> Exception | None:
@@ -131,11 +150,13 @@ def on_its_way(frame: FrameType | None) -> Exception | None:
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or error.__traceback__ is None:
         return None
-    while frame is not None and frame is not error.__traceback__.tb_frame:
+    while frame is not error.__traceback__.tb_frame:
+        if frame is None:
+            return None
         frame = frame.f_back
     names = {kind.__name__ for kind in type(error).__mro__} & _EXPECTED
-    over = frame is None or (names and _in_clause(frame.f_code.co_filename, frame.f_lineno, names))
-    return None if over else error
+    clause = _clause_at(frame, frame.f_lineno)
+    return None if clause and _fits(clause.type, names) else error
 
 
 def type_name(kind: type[BaseException]) -> str:
@@ -210,7 +231,7 @@ def _frame(filename: str, line: int, function: str) -> Frame:
 
 def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
     """Return the exception that began `error`'s chain, with the whole chain's traceback."""
-    first = first_of_chain(error)
+    (*_, first), is_open = to_first(error)
     number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
     filename = first.filename if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
@@ -226,33 +247,22 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
         code=ours.code if ours else str(getattr(first, "_rallypoint_code", "")),
         why=ours.why if ours else tuple(getattr(first, "_rallypoint_why", ())),
         help=ours.help if ours else (),
+        is_open=is_open,
     )
 
 
-def mark(error: BaseException, serial: int) -> None:
-    """Note in the exception that the agent was told of it."""
-    error.__dict__[_SERIAL] = serial
-
-
-def is_marked(error: BaseException) -> bool:
-    """Tell whether the agent was told of this exception."""
-    return _SERIAL in error.__dict__
-
-
 def serials(error: BaseException) -> list[int]:
-    """Return the numbers of the exceptions in this chain that the agent was told of."""
-    return [one.__dict__[_SERIAL] for one in chain(error) if _SERIAL in one.__dict__]
+    """Return the numbers of the exceptions that the agent was told of and that this one tells of,
+    too: not of those that were over, or hidden by `from`, which may speak of a lost peer."""
+    return [one.__dict__[SERIAL] for one in to_first(error)[0] if SERIAL in one.__dict__]
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest caller that is neither ours nor torch's."""
-    while frame is not None:
-        code = frame.f_code
-        if (
-            not is_ours(code.co_filename, code.co_name)
-            and f"{os.sep}torch{os.sep}" not in code.co_filename
-        ):
-            break
+    while frame is not None and (
+        is_ours(frame.f_code.co_filename, frame.f_code.co_name)
+        or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return frame
 
@@ -280,7 +290,7 @@ def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
     Read from the source: the nearest `try` around each caller's current line with a clause that
     names a class of the exception.
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {"", *(kind.__name__ for kind in type(error).__mro__)}
     while frame is not None:
         code = frame.f_code
         if not is_ours(code.co_filename) and (
@@ -335,11 +345,10 @@ def unguarded_line(frame: FrameType | None) -> str:
 
 
 def _fits(kind: ast.expr | None, names: set[str]) -> bool:
-    if kind is None:
-        return True
+    """Tell whether a clause's kind is one of these; "": that of a bare `except:`."""
     if isinstance(kind, ast.Tuple):
         return any(_fits(one, names) for one in kind.elts)
-    return getattr(kind, "attr", getattr(kind, "id", None)) in names
+    return getattr(kind, "attr", getattr(kind, "id", "")) in names
 
 
 def current_frame(depth: int = 0) -> FrameType | None:

@@ -10,7 +10,15 @@ from typing import TypedDict, Unpack
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
-from rallypoint.diagnosis.causes.case import Case, how_ended, status_of, where, whereabout, who
+from rallypoint.diagnosis.causes.case import (
+    Case,
+    how_ended,
+    likely,
+    status_of,
+    where,
+    whereabout,
+    who,
+)
 from rallypoint.diagnosis.causes.short_traceback import abridged
 from rallypoint.diagnosis.causes.wording import cut, signal_name
 from rallypoint.diagnosis.error_patterns import schedulers
@@ -52,6 +60,9 @@ def account(
     evidence, help = tuple(fields.pop("evidence", ())), tuple(fields.pop("help", ()))
     if error is not None:
         rank, why = case.first, fields.get("why", "")
+        if error.is_open:
+            later = "the last exception came while it was handled, and may be the cause"
+            case, why = likely(case), why or later
         room = TRACEBACK_LINES - sum(1 + len(one.command.splitlines()) for one in help)
         quoted = traceback_said(rank, error, max(room, TRACEBACK_LINES_LEAST))
         if not why and case.confidence != "certain":

@@ -66,7 +66,7 @@ def _by_weight(lines: Sequence[str], kind: str) -> Iterator[Sequence[int]]:
     causes = [part for part in inner if part.start < end]
     # A line that introduces the next one says nothing alone.
     message = [i for i in range(end + 1, len(lines)) if lines[i].strip() and lines[i][-1] != ":"]
-    yield [end]
+    yield [end, names[-1]]
     yield [i for i, line in enumerate(lines) if line == _HEADER][:1]
     yield from ([i] for i in reversed(names) if i < end)
     yield from causes[-1:]
@@ -79,7 +79,6 @@ def _by_weight(lines: Sequence[str], kind: str) -> Iterator[Sequence[int]]:
     yield from frames[:1]
     yield from reversed(frames)
     yield from others[-1:]
-    yield from ([i] for i in names if i > end)
     yield from reversed(others)
 
 

@@ -140,7 +140,7 @@ class AgentLine:
         """Tell of the exception that was handled when the program called `sys.exit`. It may be one
         that torch reports to nothing else (`work.wait()`, DDP's own collectives). It is told
         however many were told before: it is the last."""
-        error = exception_capture.first_of_chain(leaving)
+        error = exception_capture.to_first(leaving)[0][-1]
         if isinstance(error, Exception):
             self._tell_of(error, lambda: exception_capture.raised(error))
 
@@ -150,10 +150,10 @@ class AgentLine:
 
         def tell() -> None:
             if not sent:
-                if exception_capture.is_marked(error):
+                if exception_capture.SERIAL in error.__dict__:
                     return
                 self.tell(Caught(serial, raised()), sent=sent)
-            exception_capture.mark(error, serial)
+            error.__dict__[exception_capture.SERIAL] = serial
             self._serial = max(serial, self._serial)
 
         interruptions.whole(tell)
