@@ -377,7 +377,7 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
                 "size": size,
                 "same_host": local,
             }
-            process = client("reconnects", {**spec, "timeout": 60.0})
+            process = client("reconnects", {**spec, "timeout": 60.0, "ttl": 60.0})
             if heard(process, "ready"):
                 tell(process, "begin")
             began = time.monotonic()

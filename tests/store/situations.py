@@ -187,6 +187,7 @@ def in_child(run: Callable[[], Any]) -> Any:
     if pid == 0:
         status = 1
         sys.unraisablehook = lambda unraisable: None
+        gc.freeze()  # else gc.collect() writes to all pages of the tests' process, with the GIL
         try:
             watch = threading.Timer(DEADLINE + 10.0, _give_up)
             watch.daemon = True
