@@ -2660,18 +2660,93 @@ def test_in_a_job_that_goes_on_who_had_lost_a_peer_long_before_has_not_followed(
 @pytest.mark.parametrize(
     ("at", "codes"), [(1.0, ["rank-exited", "rank-raised"]), (3.0, ["rank-raised"])]
 )
-def test_in_a_job_that_goes_on_an_exit_before_an_exception_is_no_consequence_of_it(
-    at: float, codes: list[str]
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_an_exit_before_an_exception_is_no_consequence_of_it(
+    at: float, codes: list[str], on_failure: str
 ) -> None:
     other = rank(2, 1, at=2.1, raised=raised("ValueError", "boom", at=2.0))
-    assert [
-        one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other, on_failure="continue"))
-    ] == codes
-    assert [one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other))] == ["rank-raised"]
     closing = rank(1, 4, at=3.0, left_when=at)  # its interpreter closed down meanwhile
-    assert [
-        one.code for one in diagnose(job(rank(0), closing, other, on_failure="continue"))
-    ] == codes
+    for first in (rank(1, 4, at=at), closing):
+        told = diagnose(job(rank(0), first, other, on_failure=on_failure))
+        assert [one.code for one in told] == codes
+
+
+@pytest.mark.parametrize("early", [0.02, 0.1, 0.2])
+@pytest.mark.parametrize("end", [{"code": 3}, {"code": 3, "left_at": "train.py:9"}, {"sig": 6}])
+def test_an_end_shortly_before_an_exception_is_told_first(
+    early: float, end: dict[str, Any]
+) -> None:
+    """The exception was told as the cause, and of the end, which was seen to be earlier, that
+    nothing showed which came first.
+    """
+    if "left_at" in end:
+        end = {**end, "left_when": 2.0 - early}
+    first = rank(1, at=2.0 - early + (0.3 if "left_at" in end else 0), order=0, **end)
+    other = rank(0, 1, at=2.1, order=1, raised=raised("ValueError", "boom", at=2.0))
+    told = diagnose(job(other, first))
+    assert [one.ranks for one in told] == [(1,), (0,)]
+    assert told[0].confidence == "likely"
+    assert told[0].exit_status == (3 if "code" in end else 134)
+    assert "for that reason" not in told[0].then
+
+
+@pytest.mark.parametrize("weak", [{"code": 3}, {"sig": 6}])
+@pytest.mark.parametrize("strong", [9, 11])
+@pytest.mark.parametrize(
+    ("at", "ranks", "confidence"),
+    [(1.0, [(1,), (0,)], "certain"), (1.9, [(0,)], "likely"), (2.1, [(0,)], "certain")],
+)
+def test_a_crash_is_the_certain_cause_of_what_came_later_alone(
+    weak: dict[str, int], strong: int, at: float, ranks: list[tuple[int]], confidence: str
+) -> None:
+    """An exit, or an abort, was told as the consequence of a crash that came later. Ends are heard
+    of late, those of ranks with much to give back more so: a tenth of a second shows no order.
+    """
+    told = diagnose(job(rank(0, sig=strong, at=2.0, order=2), rank(1, at=at, order=1, **weak)))
+    assert [one.ranks for one in told] == ranks
+    assert told[0].confidence == confidence
+    assert ("for that reason" in told[0].then) == (at > 2.0)
+    if confidence == "likely":
+        assert "rank 1" in told[0].why
+        assert "rank 1" in told[0].then
+
+
+def test_an_abort_before_an_exit_is_no_consequence_of_it() -> None:
+    told = diagnose(job(rank(0, 3, at=2.0, order=1), rank(1, sig=6, at=1.5, order=0)))
+    assert [one.code for one in told] == ["rank-crashed"]
+    assert told[0].ranks == (1,)
+
+
+def test_a_rank_fails_for_its_peers_when_it_closes_its_group() -> None:
+    """`finally: dist.destroy_process_group()`: the exception is told a moment later."""
+    closing = rank(0, 1, at=2.3, order=1, closed_at=1.8, raised=raised("ValueError", "x", at=2.2))
+    [told] = diagnose(job(closing, rank(1, sig=6, at=1.9, order=0)))
+    assert (told.code, told.ranks, told.confidence) == ("rank-raised", (0,), "likely")
+
+
+def test_an_error_that_a_rank_had_caught_long_before_its_exit_is_not_the_moment_of_its_end() -> (
+    None
+):
+    caught = raised("ValueError", "wrong shape", at=1.0, call="all_reduce")
+    one = rank(1, 3, at=9.2, order=1, handled=(caught,))
+    told = diagnose(job(rank(0, sig=11, at=9.0, order=0), one))
+    assert [(one.ranks, one.confidence) for one in told] == [((0,), "certain")]
+
+
+@pytest.mark.parametrize(("silent", "confidence"), [(1.01, "certain"), (2.0, "likely")])
+@pytest.mark.parametrize("left_at", ["", "train.py:30 in main"])
+def test_a_traceback_long_before_an_exit_may_have_been_handled(
+    silent: float, confidence: str, left_at: str
+) -> None:
+    """`logging.exception("no cache")`, and an evaluation later `sys.exit(1)`: the exception was
+    told as what had ended the rank.
+    """
+    lines = tuple(raised("OSError", "no cache").traceback.splitlines())
+    left: dict[str, Any] = {"left_at": left_at, "left_when": 3.9} if left_at else {}
+    printed = rank(1, 1, at=4.0, said=lines, silent=silent, **left)
+    [told] = diagnose(job(rank(0), printed, now=5.0))
+    assert (told.code, told.ranks, told.confidence) == ("rank-raised", (1,), confidence)
+    assert (left_at in told.why) == (not left_at or confidence == "likely")
 
 
 def test_a_cause_that_is_seen_later_comes_first() -> None:

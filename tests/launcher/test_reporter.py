@@ -88,7 +88,7 @@ def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(
     """With --on-failure continue nobody is asked for a report: the others stood in it where
     `rallypoint stacks` had seen them once.
     """
-    pump: Any = SimpleNamespace(log_position=lambda rank: ("", 0), tail=lambda rank: ())
+    pump: Any = SimpleNamespace(log_position=lambda rank: ("", 0, 0.0), tail=lambda rank: ())
     told = EvidenceGatherer(
         plan(nproc=1), Clock(), "", DiskWriter(), cast(Console, SimpleNamespace(pump=pump))
     )

@@ -87,6 +87,21 @@ if dist.get_rank() == 0:
     threading.Event().wait()  # an evaluation that takes long
 """
 
+LOGS_AND_GOES_ON = """
+import logging, os, sys, time
+
+if os.environ["RANK"] == "1":
+    try:
+        open("/nonexistent/cache")
+    except FileNotFoundError:
+        logging.exception("no cache, goes on without")
+        if sys.argv[1] == "gives up":
+            sys.exit(1)
+    time.sleep(1)  # an evaluation
+    sys.exit(1)
+time.sleep(600)
+"""
+
 
 HALVES = """
 import torch, torch.distributed as dist
@@ -203,3 +218,16 @@ def test_where_either_may_be_the_cause_both_are_shown(tmp_path: Path) -> None:
 def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path) -> None:
     result = run_job(["-n", "2", _write(tmp_path, HIDES)], state=tmp_path)
     assert result.report.startswith("error[rank-left-early]: rank 1 "), result.everything
+
+
+@pytest.mark.parametrize(("then", "line"), [("gives up", ""), ("goes on", "train.py:12 in")])
+def test_a_traceback_that_was_logged_long_before_an_exit_is_a_likely_cause_alone(
+    tmp_path: Path, then: str, line: str
+) -> None:
+    """An exception that was handled was told as what had ended the rank, and certain."""
+    job = ["-n", "2", "--preload", "none", _write(tmp_path, LOGS_AND_GOES_ON), then]
+    result = run_job(job, state=tmp_path)
+    assert result.codes == ["rank-raised"], result.everything
+    assert ("(likely)" in result.prose) == bool(line), result.everything
+    assert ("left by sys.exit at" in result.prose) == bool(line), result.everything
+    assert line in result.prose, result.everything

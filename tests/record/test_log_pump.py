@@ -154,7 +154,7 @@ def test_lines_reach_the_right_stream_and_both_reach_the_log(rigs: Callable[...,
     assert rig.log(0) == b"one\ntwo\ncareful\n"
     assert rig.log(1) == b""
     assert rig.log(2) == b"hello\n"
-    assert rig.pump.log_position(0) == (str(rig.folder / "rank0.log"), 3)
+    assert rig.pump.log_position(0)[:2] == (str(rig.folder / "rank0.log"), 3)
     assert rig.pump.tail(0) == ("one", "two", "careful")
     assert (rig.folder / "rank0.log").stat().st_mode & 0o777 == 0o600
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.evidence import JobEvidence
-from rallypoint.diagnosis.rank_kinds import Kind, Verdict
+from rallypoint.diagnosis.rank_kinds import SAME_MOMENT, Kind, Verdict, moment
 
 
 def then_told(
@@ -25,6 +25,7 @@ def then_told(
     # The sys.exit of these was seen, too, at the same line; what exit code it would have given is
     # not known.
     lines = {verdict.rank.left_at for verdict in at_fault} - {""}
+    first = min(map(moment, at_fault), default=0.0) + SAME_MOMENT + job.clock_error
     others: dict[str, list[int]] = {}  # by what became of them
     for verdict in verdicts:
         rank, kind = verdict.rank, verdict.kind
@@ -41,16 +42,18 @@ def then_told(
                 became = _LEAVING
         elif kind in (Kind.FINISHED, Kind.SWALLOWED):
             became += cases.went_home(job)
+        elif kind in _PERHAPS_FOR_IT and not 0 < moment(verdict) < first:
+            became += _FOR_IT
         if became:
             others.setdefault(became, []).append(rank.rank)
     home = cases.went_home(job)
     innocent = [_BECAME[Kind.LOST], _BECAME[Kind.WAITED], *_OF_STORE, "were stopped"]
-    rest = ["go on", _LEAVING, *map(_BECAME.get, (Kind.EXITED, Kind.NCCL, Kind.ABORTED))]
+    rest = [_BECAME[kind] + why for kind in _PERHAPS_FOR_IT for why in ("", _FOR_IT)]
     count = sum(len(others.get(words, ())) for words in innocent)
     acquitted = "it is not at fault" if count == 1 else "they are not at fault"
     told = [_sentence(job, others[words], words) for words in innocent if words in others]
     told += [acquitted] if count and acquit else []
-    for words in (*rest, home, f"caught an error and {home}"):
+    for words in ("go on", _LEAVING, *rest, home, f"caught an error and {home}"):
         if words in others:
             told.append(_sentence(job, others[words], words))
     if job.log is not None and job.log.stopped and "were stopped" not in others:
@@ -61,14 +64,16 @@ def then_told(
 
 _OF_STORE = tuple(dict.fromkeys(classify.AFTER_ANOTHER.values()))
 _LEAVING = "were leaving by the same sys.exit, and stopped"
+_PERHAPS_FOR_IT = (Kind.EXITED, Kind.NCCL, Kind.ABORTED)
+_FOR_IT = ", likely for that reason"
 
 _BECAME = {
     Kind.LOST: "lost the connection to a peer",
     Kind.DOUBTFUL: "lost the connection to a peer",
     Kind.WAITED: "waited for a peer until the timeout",
-    Kind.EXITED: "exited with a code that is not 0, likely for that reason",
-    Kind.NCCL: "had an error of NCCL's, likely for that reason",
-    Kind.ABORTED: "aborted, likely for that reason",
+    Kind.EXITED: "exited with a code that is not 0",
+    Kind.NCCL: "had an error of NCCL's",
+    Kind.ABORTED: "aborted",
     Kind.SWALLOWED: "caught an error and ",
 }
 """What became of a rank that is not at fault, by the evidence that it shows."""

@@ -72,6 +72,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     ] = ()  # the main thread's, outermost first, when last asked or when it crashed
     stack_text: str = ""  # the whole dump as faulthandler wrote it
     said: tuple[str, ...] = ()  # its last lines on stderr and stdout, oldest first, without prefix
+    silent: float = 0.0  # seconds since the last of them; 0: not known
     said_traceback: bool = False  # the raised traceback already stands in `said` / on the terminal
     log: str = ""  # path of its log, "" if none
     log_line: int = 0  # line of the log where its last words start

@@ -20,6 +20,9 @@ AFTERMATH = 5.0
 # Seconds by which the launcher may hear of an end later than the peers do: sockets close before the
 # parent is told.
 HEARD_LATE = 0.25
+# Seconds between two failures in which nobody can say which of them led to the other: less than a
+# peer needs to notice that a process has gone.
+SAME_MOMENT = 0.005
 
 
 class Kind(Enum):
@@ -338,7 +341,7 @@ def _shared(verdicts: list[Verdict]) -> list[Verdict]:
 
 def moment(verdict: Verdict) -> float:
     """Return when the rank failed or ended, in seconds since the job's start."""
-    if verdict.error is not None and verdict.error.at:
+    if verdict.error is not None and verdict.error.at and verdict.kind is not Kind.EXITED:
         return verdict.error.at
     # torch's interpreter takes a quarter of a second to close down
     if verdict.kind is Kind.EXITED and verdict.rank.left_when:

@@ -17,7 +17,7 @@ from rallypoint.diagnosis import classify, confidence, reachability, stacks, tra
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import endings, exceptions, gpus, nodes, resources, stops
-from rallypoint.diagnosis.causes.case import Case, placed
+from rallypoint.diagnosis.causes.case import Case, placed, who
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.confidence import answers, doubt_in_log
 from rallypoint.diagnosis.consequences import (
@@ -28,7 +28,7 @@ from rallypoint.diagnosis.consequences import (
     scene_of,
 )
 from rallypoint.diagnosis.error_patterns import schedulers
-from rallypoint.diagnosis.evidence import JobEvidence, Meeting, NodeEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.log_consequences import (
     absent_in_log,
     not_reached,
@@ -40,6 +40,7 @@ from rallypoint.diagnosis.node_evidence import of_one_clock
 from rallypoint.diagnosis.rank_kinds import (
     CONSEQUENCES,
     HEARD_LATE,
+    SAME_MOMENT,
     SIGKILL,
     STRONG,
     Kind,
@@ -54,10 +55,9 @@ from rallypoint.world import ranks_phrase
 
 # causes told in full; more than three errors at once are mostly one that nobody has recognised
 MOST_REPORTS = 3
-# Seconds between an exception and the exit of another rank in which nobody can say which of them
-# led to the other: less than a peer needs to notice that a process has gone.
-SAME_MOMENT = 0.005
-
+# Seconds between a rank's last words and its exit from which on they are no account of that exit: a
+# program that prints a traceback to leave with needs milliseconds.
+LINGERED = 0.5
 
 ROWS: tuple[tuple[Kind, ...], ...] = (
     STRONG,
@@ -100,7 +100,6 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
             at_fault = [verdict for verdict in verdicts if verdict.rank.rank in shared]
             return (gpus.device_shared(case_of(job, verdicts, at_fault, "certain"), None),)
         if found:
-            found += _exits_before(job, verdicts, found)
             return (*died, *_reports(job, verdicts, found))
     if died:
         return died
@@ -112,15 +111,25 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     return (of_consequences(job, verdicts),)
 
 
-def _exits_before(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) -> list[Verdict]:
-    """Return, in a job that goes on when ranks fail, those that had left by an exit code before the
-    first of the causes.
-    """
-    if job.on_failure != "continue" or found[0].kind is Kind.EXITED:
+_WEAK = [Kind.EXITED, Kind.ABORTED]
+"""Ends that mostly are consequences of another rank's failure, and never of one that came later."""
+
+
+def _ended_before(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) -> list[Verdict]:
+    """Return the ranks that had exited or aborted clearly before the first of the causes."""
+    kind = found[0].kind
+    if job.log is not None or kind in CONSEQUENCES:
         return []
-    first = min(moment(v) - (SAME_MOMENT if v.kind is Kind.RAISED else HEARD_LATE) for v in found)
-    first -= job.clock_error
-    return [v for v in verdicts if v.kind is Kind.EXITED and moment(v) < first]
+    first = min(_earliest(job, v) for v in found)
+    return [v for v in verdicts if v.kind in _WEAK and v.kind is not kind and 0 < moment(v) < first]
+
+
+def _earliest(job: JobEvidence, cause: Verdict) -> float:
+    """Return when a cause may have happened at the earliest: by closing its group, a rank fails for
+    its peers.
+    """
+    late = SAME_MOMENT if cause.error and cause.error.at else HEARD_LATE
+    return (cause.rank.closed_at or moment(cause)) - late - job.clock_error
 
 
 # Kinds of evidence of a rank's own that make a node's loss a consequence when they came before it.
@@ -279,7 +288,8 @@ def devices_shared(meetings: Iterable[tuple[int, Meeting]], world_size: int) -> 
 def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) -> tuple[Report, ...]:
     """Return a report for each cause: ranks that show the same are one."""
     groups: dict[Hashable, list[Verdict]] = {}
-    for verdict in sorted(_without_echoes(found), key=place_in_order):
+    causing = _without_echoes(found) + _ended_before(job, verdicts, found)
+    for verdict in sorted(causing, key=place_in_order):
         groups.setdefault(_same(verdict, job), []).append(verdict)
     causes = list(groups.values())
     kind = found[0].kind
@@ -331,42 +341,42 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
 
 
 def _doubt(job: JobEvidence, group: list[Verdict], verdicts: list[Verdict]) -> str:
-    """Return why an exception of a rank's own may be a consequence all the same, "" when nothing
-    speaks for it.
+    """Return why a cause may be a consequence all the same, "" when nothing speaks for it."""
+    first = group[0]
+    error = first.error
+    if error and first.kind is Kind.RAISED:
+        if error.code:
+            return ""
+        if all(loss_before(v.rank, v.error) for v in group):
+            return f"{ranks_phrase(v.rank.rank for v in group)} had lost the connection to a peer before"
+        after = [_after_traceback(job, v) for v in group]
+        if all(after):
+            return f"the traceback stands in the log, and {after[0]}: it may have been handled"
+    near, after_it, words = (
+        _WEAK,
+        SAME_MOMENT,
+        "ended by then, too, and which came first is not certain",
+    )
+    if first.kind in _WEAK:
+        near, after_it = [*STRONG], HEARD_LATE
+        words = f"failed less than {HEARD_LATE} s later, and may have begun to before"
+    since, until = _earliest(job, first), moment(first) + after_it + job.clock_error
+    ranks = [v.rank.rank for v in verdicts if v.kind in near and 0 < since <= moment(v) < until]
+    return f"{ranks_phrase(ranks)} {words}" if ranks else ""
+
+
+def _after_traceback(job: JobEvidence, verdict: Verdict) -> str:
+    """Return what a rank did after a traceback that the program has printed itself, else "". In a
+    rank that is looked into, an exception that leaves the program is seen.
     """
-    raised = [(v.rank, v.error) for v in group if v.kind is Kind.RAISED and v.error is not None]
-    if not raised or len(raised) < len(group) or any(error.code for _, error in raised):
+    rank = verdict.rank
+    if rank.phase == "started" or rank.raised or rank.error_file or verdict.error in rank.handled:
         return ""
-    if all(loss_before(rank, error) for rank, error in raised):
-        ranks = ranks_phrase(rank.rank for rank, _ in raised)
-        return f"{ranks} had lost the connection to a peer before"
-    # In a rank that is looked into, an exception that leaves the program is seen: one that was not
-    # the program has printed itself.
-    if all(
-        rank.raised is None
-        and not rank.error_file
-        and rank.phase != "started"
-        and error not in rank.handled
-        and tracebacks.went_on(rank.said)
-        for rank, error in raised
-    ):
-        return "the traceback stands in the log, and lines follow it: it may have been handled"
-    rank, error = raised[0]
-    here, until = job.node_of(rank.rank), moment(group[0]) + SAME_MOMENT
-    weak = [
-        v.rank.rank
-        for v in verdicts
-        if v.kind in (Kind.EXITED, Kind.ABORTED)
-        and moment(v) < until + _clocks_differ(here, job.node_of(v.rank.rank))
-    ]
-    if weak and error.at and rank.raised is not None:
-        return f"{ranks_phrase(weak)} ended by then, too, and nothing shows which came first"
-    return ""
-
-
-def _clocks_differ(one: NodeEvidence, other: NodeEvidence) -> float:
-    """Return the seconds by which times of two nodes may be wrong beside each other."""
-    return 0.0 if one.node == other.node else one.error + other.error
+    if tracebacks.went_on(rank.said):
+        return "lines follow it"
+    passed = (rank.left_when or moment(verdict)) - job.node_of(rank.rank).now + rank.silent
+    by = f" by sys.exit at {rank.left_at}" if rank.left_at else ""
+    return f"{who(rank)} left{by} {passed:.1f} s later" if rank.silent and passed > LINGERED else ""
 
 
 def _without_echoes(found: list[Verdict]) -> list[Verdict]:

@@ -79,6 +79,7 @@ class _RankLog(_KeptText):
     def __init__(self, file: KeptFile | None) -> None:
         super().__init__(file)
         self.said: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self.said_at = 0.0
         self.begun: dict[object, bytes] = {}
 
     def remember(self, stream: object, piece: Piece) -> None:
@@ -299,12 +300,14 @@ class LogPump:
             lines = [*log.said, *(text for text in log.begun.values() if text)]
         return tuple(plain(line) for line in lines[-TAIL_LINES:])
 
-    def log_position(self, local_rank: int) -> tuple[str, int]:
-        """Return a rank's log file ("" if none is kept, or its end is not) and the number of lines
-        in it now. `tail` is the last of them."""
+    def log_position(self, local_rank: int) -> tuple[str, int, float]:
+        """Return a rank's log file ("" if none is kept, or its end is not), the number of lines in
+        it now, of which `tail` is the last, and the seconds since something of the rank's was read.
+        """
         log = self._locals[local_rank]
         with self._lock:
-            return (log.file.path if log.file and not log.file.given_up else "", log.lines)
+            path = log.file.path if log.file and not log.file.given_up else ""
+            return path, log.lines, self._clock.monotonic() - log.said_at
 
     def settle(self, timeout: float) -> bool:
         """Wait until all that was in the pipes at this moment has been read, kept and shown.
@@ -428,6 +431,7 @@ class LogPump:
         if not data:
             self._end(stream)
             return 0
+        stream.log.said_at = now
         if stream.tee is not None:
             self._keep(stream.tee, data)
         if self._alone and stream.console is not None and stream.console.fd is not None:

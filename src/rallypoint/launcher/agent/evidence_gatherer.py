@@ -177,7 +177,7 @@ class EvidenceGatherer:
         without it an answer of a living rank, perhaps hours old, is not where it is now. `waits`:
         some rank is in init_process_group."""
         has_said = asked or handle.ended is not None
-        log, lines = self._console.pump.log_position(handle.log_rank)
+        log, lines, silent = self._console.pump.log_position(handle.log_rank)
         tail = self._console.pump.tail(handle.log_rank)
         # Programs try whether there is a GPU, and go on without: an error of that counts only while
         # others wait for this rank to join.
@@ -191,6 +191,7 @@ class EvidenceGatherer:
             stack=handle.stack() if has_said else (),
             stack_text=handle.last_words() if has_said else "",
             said=tail,
+            silent=silent,
             said_traceback=handle.traceback_printed,
             log=log,
             log_line=handle.log_line or max(1, lines - len(tail) + 1),
