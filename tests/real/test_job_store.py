@@ -262,8 +262,9 @@ def test_what_the_next_job_finds_it_sweeps(tmp_path: Path, write: Write, places:
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path / "first", process, "is up", 2)
         guard = helper(tmp_path / "first", "guard", process.pid)
-        for pid in (guard, process.pid):
-            os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # neither sees the other die
+            for pid in (guard, process.pid):
+                os.kill(pid, number)
 
     run_job(
         ["-n", "2", program, "1000"],

@@ -130,7 +130,7 @@ def look_at_module(program: Program, typed: Sequence[str] = ()) -> Report | None
     flags = sys.flags  # told to leave out folders that the ranks' interpreters have
     if flags.isolated or flags.ignore_environment or flags.no_user_site or flags.no_site:
         return None
-    if _is_there(top):
+    if top in sys.builtin_module_names or _is_there(top):
         return None
     near = nearest(top, filter(is_module_name, (name.removesuffix(".py") for name in os.listdir())))
     line = hints.retyped(typed, f"{near}{dot}{rest}", *program.args)

@@ -186,9 +186,8 @@ class Console:
         knows of those that they name.
         """
         words = [error.traceback for handle in ranks for error in handle.errors()]
-        named = re.findall(
-            r"\d+", " ".join(_PIDS.findall(" ".join((render.text(reports), *words))))
-        )
+        pids = [found for text in (render.text(reports), *words) for found in _PIDS.findall(text)]
+        named = re.findall(r"\d+", " ".join(pids))
         found = [
             (handle.rank, child)
             for handle in ranks
