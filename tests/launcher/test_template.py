@@ -21,12 +21,12 @@ from rallypoint.launcher.worker import worker
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of the test run itself (a timer of pytest-timeout's) do not count; nor does a
-    torch that another test imported.
+    """The threads of the test run itself (a timer of pytest-timeout's, one of another test that is
+    about to end) do not count; nor does a torch that another test imported.
     """
-    running = process_status.threads()
+    others = set(os.listdir("/proc/self/task"))
     monkeypatch.setattr(
-        process_status, "threads", lambda: len(os.listdir("/proc/self/task")) - running + 1
+        process_status, "threads", lambda: len(set(os.listdir("/proc/self/task")) - others) + 1
     )
     monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace(is_initialized=lambda: False))
 
