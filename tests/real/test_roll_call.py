@@ -141,9 +141,10 @@ def test_the_roll_is_called_and_nothing_is_stopped(run: Run, write: Write, tmp_p
     head, importing, swallowed, frozen = (re.sub(r"for \d+ s", "for N s", line) for line in last)
     assert head == "1 of 4 ranks has been waiting in init_process_group for N s; not there yet:"
     assert importing == "  rank 1 importing for N s: train.py:13 <module> > slowly/__init__.py:2"
-    assert swallowed.startswith(
-        "  rank 2 running for N s: train.py:9 in build_index; set_device had raised "
-    )  # what, depends on the GPUs
+    assert re.match(  # it looks and sleeps in turns; what was raised depends on the GPUs
+        r"  rank 2 running for N s: train\.py:[89] in build_index( \(genericpath exists\))?; set_device had raised ",
+        swallowed,
+    )
     assert (
         frozen
         == f"  rank 3 running for N s: stopped (SIGSTOP), pid {stopped}: kill -CONT {stopped} lets it go on"
