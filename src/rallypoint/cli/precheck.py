@@ -157,7 +157,7 @@ def _is_there(name: str) -> bool:
                 return False
             folders = spec.submodule_search_locations or ()
     except Exception:  # of a foreign finder, or an unreadable folder: the rank will say it
-        pass
+        return True
     return True
 
 
