@@ -460,6 +460,24 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
             "certain",
             "mat1",
         ),
+        # Whether the program went on from the first one is in its source, and not in the log. Of
+        # one that only says that the group was gone by then nothing is open.
+        (
+            TRACEBACK.format("KeyError: 'image'")
+            + "\nDuring handling of the above exception, another exception occurred:\n\n"
+            + TRACEBACK.format("IndexError: target 11 is out of bounds"),
+            "rank-raised",
+            "likely",
+            "KeyError",
+        ),
+        (
+            TRACEBACK.format("KeyError: 'image'")
+            + "\nDuring handling of the above exception, another exception occurred:\n\n"
+            + TRACEBACK.format("AssertionError: Process group cannot be None"),
+            "rank-raised",
+            "certain",
+            "KeyError",
+        ),
     ],
 )
 def test_what_misled(log: str, code: str, confidence: str, words: str) -> None:

@@ -100,7 +100,8 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         after = lines[end:last]
         if found is None and any(map(str.strip, after[AFTER_END:])):
             return None  # it went on for long after that traceback: the traceback is not its end
-        found, last = _with_code(raised, after), start
+        raised = replace(_with_code(raised, after), is_open=found is not None)
+        found, last = raised, start
         if _DURING not in lines[max(start - 2, 0) : start]:
             break
     return found

@@ -304,9 +304,11 @@ class Traceback(Block):
         if chosen is None or self._link == "inside":
             self._chosen = error
         elif self._link == "during":
-            tried = chosen.type in _TRIED and not _CLOSING.search(error.message)
-            if tried or schedulers.of_launcher(chosen):
+            closing = _CLOSING.search(error.message)
+            if (chosen.type in _TRIED and not closing) or schedulers.of_launcher(chosen):
                 self._chosen = error
+            elif not closing and classify.meaning(error) is classify.Meaning.OWN:
+                self._chosen = msgspec.structs.replace(chosen, is_open=True)
         elif self._link == "because" and not classify.says_why(chosen):
             self._chosen = chosen if schedulers.of_launcher(error) else error
 
