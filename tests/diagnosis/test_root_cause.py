@@ -171,6 +171,12 @@ class History(NamedTuple):
 
 
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
+TIMER_STACK = "Thread 0x00007fa857d1eb80 (most recent call first):"
+POOL = raised(
+    "concurrent.futures.process.BrokenProcessPool",
+    "A process in the process pool was terminated abruptly",
+    at=1.2,
+)
 MEMORY = MemoryEvidence(
     oom_kills=1, counted=True, limit=64 << 30, killed_pids=(24316,), kernel_log_read=True
 )
@@ -509,6 +515,21 @@ HISTORIES = [
         (0,),
         "rank 0 was killed by SIGTERM",
         status=143,
+    ),
+    History(
+        "a-timer-that-nobody-handles",
+        job(stopped(0), rank(1, sig=14, at=1.4)),
+        "rank-killed",
+        (1,),
+        "rank 1 was killed by SIGALRM",
+        status=128 + 14,
+    ),
+    History(
+        "faulthandler-ends-a-rank-when-its-time-is-up",
+        job(stopped(0), rank(1, 1, said=("Timeout (0:00:30)!", TIMER_STACK), at=1.4)),
+        "rank-exited",
+        (1,),
+        "rank 1 exited with code 1",
     ),
     # Python ignores SIGPIPE, and programs that set SIG_DFL die of a peer's end
     History(
@@ -2094,6 +2115,22 @@ HISTORIES = [
         "producer-gone",
         (1,),
         "rank 1 took a tensor whose producer is gone: ConnectionRefusedError: [Errno 111] Connection refused",
+    ),
+    History(
+        "a-process-of-a-pool-is-gone",
+        job(rank(0, 1, raised=POOL, at=1.3), memory=COUNTED),
+        "rank-raised",
+        (0,),
+        "rank 0 lost a process of a pool: it gave no answer",
+        "likely",
+    ),
+    History(
+        "a-process-of-a-pool-was-killed-for-memory",
+        job(rank(0, 1, raised=POOL, at=1.3), memory=MEMORY),
+        "rank-out-of-memory",
+        (0,),
+        "rank 0 lost a process of a pool: the kernel has killed for lack of memory",
+        "likely",
     ),
     History(
         "the-producer-hands-nothing-over",

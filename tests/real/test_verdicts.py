@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.diagnosis.evidence import memory_counters
+
 from .job import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -141,9 +143,23 @@ dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 0:
     try:
         while True:
-            dist.all_reduce(torch.ones(1))
+            REDUCES
     except Exception:
         raise ValueError("training diverged") from None
+"""
+
+POOL = """
+import os, signal
+from concurrent.futures import ProcessPoolExecutor
+
+def work(number):
+    if number == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2) as pool:
+        print(list(pool.map(work, range(4))))
 """
 
 
@@ -160,6 +176,15 @@ def test_a_worker_of_a_loader_that_was_killed_is_the_cause(tmp_path: Path) -> No
         "error[rank-killed]: a DataLoader worker of rank 1 was killed by SIGKILL\n"
     ), result.everything
     assert "rank 1 itself was not killed, and noticed" in result.report
+
+
+def test_a_pool_does_not_say_how_its_process_ended(tmp_path: Path) -> None:
+    """The kernel is asked, as for a rank that was killed."""
+    result = run_job(["-n", "2", _write(tmp_path, POOL)], state=tmp_path)
+    assert result.codes == ["rank-raised"], result.everything
+    assert "(likely)" in result.report, result.everything
+    counted = bool(memory_counters().path)
+    assert ("its oom_kill count did not change" in result.prose) == counted, result.everything
 
 
 def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(
@@ -215,8 +240,11 @@ def test_where_either_may_be_the_cause_both_are_shown(tmp_path: Path) -> None:
     assert "    | ValueError: target 11 is out of bounds\n" in result.report, result.everything
 
 
-def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, HIDES)], state=tmp_path)
+@pytest.mark.parametrize("asynchronous", ["", ", async_op=True).wait("])
+def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path, asynchronous: str) -> None:
+    """torch reports to nobody what `wait` raises."""
+    program = HIDES.replace("REDUCES", f"dist.all_reduce(torch.ones(1){asynchronous})")
+    result = run_job(["-n", "2", _write(tmp_path, program)], state=tmp_path)
     assert result.report.startswith("error[rank-left-early]: rank 1 "), result.everything
 
 

@@ -111,6 +111,9 @@ def _refused(error: Raised) -> bool:
 _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
     "producer-gone": _producer_gone,
     "loader-killed": lambda error: loader_killed(error) and not is_out_of_memory(error),
+    "pool-broken": lambda error: (
+        _short(error.type) in ("BrokenProcessPool", "TerminatedWorkerError")
+    ),
     "files-exhausted": lambda error: error.errno in (errno.EMFILE, errno.ENFILE),
     "not-pickled": lambda error: (
         python.NOT_PICKLED.search(error.message) and _through(error, _STARTING)
@@ -139,7 +142,7 @@ _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
 """What names a cause beside the words, or instead of them."""
 
 CAUSES = (
-    "library-differs", "url-incomplete", "address-cut", "npu-busy", "producer-gone", "loader-killed",
+    "library-differs", "url-incomplete", "address-cut", "npu-busy", "producer-gone", "loader-killed", "pool-broken",
     "files-exhausted", "main-unguarded", "not-pickled", "variable-missing", "parameter-missing",
     "scheme-unknown", "store-waits", "group-twice", "port-in-use", "host-unresolved",
     "ssh-unresolved", "ssh-failed", "gpu-memory", "shared-memory", "host-memory", "device-shared", "cuda-forked",

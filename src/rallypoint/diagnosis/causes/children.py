@@ -134,6 +134,23 @@ def loader_was_killed(case: Case, error: Raised) -> Report:
     return loader_killed(case, error, *worker)
 
 
+def pool_broken(case: Case, error: Raised) -> Report:
+    """Tell of a process of `concurrent.futures` or of joblib that ended without an answer."""
+    memory = case.node.memory
+    killed = process_ids(memory.killed_pids) if memory.killed_pids else ""
+    kills = resources.kills_known(memory, killed)
+    how = "the kernel has killed for lack of memory" if kills else "it gave no answer"
+    return account(
+        likely(case),
+        "rank-out-of-memory" if kills else "rank-raised",
+        f"{case.subject} lost a process of a pool: {how}",
+        error,
+        why="that process was killed, crashed or left by os._exit, or the pool's initializer raised",
+        evidence=kills or resources.no_kill_known(memory, "a process"),
+        help=resources.less_memory(case.job) if kills else resources.ask_the_kernel(memory),
+    )
+
+
 def not_pickled(case: Case, error: Raised) -> Report:
     """Tell that the function or the arguments of a process that is spawned cannot be a pickle."""
     return account(

@@ -38,11 +38,15 @@ _DUMP = re.compile(
 )
 
 
-_LIMITS = {
+_TIMER = "mostly a timer that the program had set, and no handler: signal.alarm, signal.setitimer"
+_TIME_IS_UP = re.compile(r"Timeout \(\d+:\d\d:\d\d[.\d]*\)!$")  # faulthandler's words
+_KNOWN_REASONS = {
     signals.SIGXCPU: ("the limit on processor time was reached", "ulimit -t"),
     signals.SIGXFSZ: ("the limit on the size of files was reached", "ulimit -f"),
+    signals.SIGPIPE: ("it wrote to a pipe or a connection whose other end was closed", ""),
+    **dict.fromkeys((signals.SIGALRM, signals.SIGVTALRM, signals.SIGPROF), (_TIMER, "")),
 }
-"""What the kernel says by a signal that a limit sends, and how to see the limit."""
+"""Why the kernel itself sends a signal, and how to see the limit that it is about."""
 
 _ASK_SLURM = Help("under Slurm, ask it", "sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS")
 
@@ -119,11 +123,9 @@ def killed(case: Case, caught: Raised | None = None) -> Report:
     elif number == signals.SIGKILL:
         evidence += [*resources.no_kill_known(memory, pids(case.ranks)), *resident(case.ranks)]
         helps = resources.ask_the_kernel(memory)
-    elif number in _LIMITS:
-        why, command = _LIMITS[signals.Signals(number)]
-        helps = [Help("see the limit", command)]
-    if number == signals.SIGPIPE:
-        why = "it wrote to a pipe or a connection whose other end was closed"
+    if number in _KNOWN_REASONS:
+        why, command = _KNOWN_REASONS[signals.Signals(number)]
+        helps = [Help("see the limit", command)] if command else []
     return of_end(
         case,
         "rank-killed",
@@ -213,6 +215,8 @@ def exited(case: Case, caught: Raised | None) -> Report:
         clause = caught.caught_at
         by = f", caught at {stacks.describe(clause, case.root)}" if clause else ""
         evidence.append(f"{what} had raised {named(caught)}{by}")
+    elif any(map(_TIME_IS_UP.match, rank.said)):
+        evidence.append("faulthandler.dump_traceback_later ends a process so, with exit=True")
     elif not rank.left_at and rank.phase in ("importing", "joining", "running"):
         # The rank is looked into.
         evidence.append(

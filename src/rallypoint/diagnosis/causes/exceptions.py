@@ -271,6 +271,7 @@ _TELLS: dict[str, Callable[[Case, Raised], Report]] = {
     "npu-busy": gpus.npu_busy,
     "producer-gone": children.producer_gone,
     "loader-killed": children.loader_was_killed,
+    "pool-broken": children.pool_broken,
     "files-exhausted": resources.files_exhausted,
     "main-unguarded": children.main_unguarded,
     "not-pickled": children.not_pickled,

@@ -231,6 +231,7 @@ class EvidenceGatherer:
                 error.traceback.splitlines()
             )
             killed = killed or (loader is not None and loader[1] == signal.SIGKILL)
+            killed = killed or classify.fits("pool-broken", error)
         killed = killed or (helper is not None and helper.ended.signal == signal.SIGKILL)
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)

@@ -136,13 +136,15 @@ class AgentLine:
 
         self._tell_of(error, raised)
 
-    def left_after(self, leaving: SystemExit) -> None:
-        """Tell of the exception that was handled when the program called `sys.exit`. It may be one
-        that torch reports to nothing else (`work.wait()`, DDP's own collectives). It is told
-        however many were told before: it is the last."""
-        error = exception_capture.to_first(leaving)[0][-1]
-        if isinstance(error, Exception):
-            self._tell_of(error, lambda: exception_capture.raised(error))
+    def ended_by(self, error: BaseException) -> None:
+        """Tell of the exception that was handled when `sys.exit` was called, or that `from` hides
+        behind the one that leaves the program. It may be one that torch reports to nothing else
+        (`work.wait()`, DDP's own collectives). It is told however many were told before: it is the
+        last."""
+        first = exception_capture.to_first(error)[0][-1]
+        handled = first if isinstance(error, SystemExit) else first.__context__
+        if isinstance(handled, Exception):
+            self._tell_of(handled, lambda: exception_capture.raised(handled))
 
     def _tell_of(self, error: BaseException, raised: Callable[[], Raised]) -> None:
         """Tell of an exception, once."""

@@ -100,6 +100,7 @@ def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
     that it comes from. Returns whether the agent listens."""
     for serial in exception_capture.serials(error):
         hooks.tell(Uncatch(serial))
+    hooks.ended_by(error)
     raised = exception_capture.raised(error, call=hooks.call_of(error))
     return hooks.tell(
         Uncaught(raised, printed=printed, keyboard=isinstance(error, KeyboardInterrupt))
@@ -131,7 +132,7 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
     """Tell the agent that the program leaves by `sys.exit`, and where."""
     code = exit_code(leaving)
     if code:
-        hooks.left_after(leaving)
+        hooks.ended_by(leaving)
     frame = stacks.own_frame(exception_capture.frames_of(leaving.__traceback__))
     line = (
         f"{exception_capture.shown_path(frame.file)}:{frame.line} in {frame.function}"
