@@ -306,6 +306,17 @@ def test_what_cannot_be_read(tmp_path: pathlib.Path, format: str) -> None:
             assert json.loads(err)["reports"][0]["code"] == "usage"
 
 
+@pytest.mark.parametrize("names", [("rank0.log", "rank1.log"), ("rank1.log", "rank0.log")])
+def test_a_rank_that_printed_nothing_has_an_empty_log(
+    tmp_path: pathlib.Path, names: tuple[str, str]
+) -> None:
+    (tmp_path / "rank0.log").touch()
+    (tmp_path / "rank1.log").write_text(TRACEBACK)
+    status, out, _ = _run(*(str(tmp_path / name) for name in names))
+    assert status == 0
+    assert out.startswith("error[rank-raised]: ")
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "--help"]) == 0
     assert "rallypoint explain FILE ..." in capsys.readouterr().out

@@ -270,13 +270,11 @@ def test_whatever_the_lines_are_there_is_a_report(seed: int) -> None:
 
 
 def test_files_that_are_no_logs(tmp_path: pathlib.Path) -> None:
-    binary, empty = tmp_path / "model.pt", tmp_path / "empty.log"
+    binary = tmp_path / "model.pt"
     binary.write_bytes(bytes(range(256)) * 16)
-    empty.touch()
     (tmp_path / "rank0.log").write_text("x")
     for path, words in (
         (binary, "no text"),
-        (empty, "is empty"),
         (tmp_path, "is a folder"),
         (tmp_path / "none.log", "there is no file"),
     ):
@@ -318,8 +316,9 @@ def test_of_a_folder_not_everything_is_looked_at(
     monkeypatch.setattr(log_files, "MOST_FOLDERS", 2)
     deep = tmp_path / "first" / "second"
     deep.mkdir(parents=True)
-    (deep.parent / "near.log").touch()
-    (deep / "far.log").touch()
+    (deep.parent / "near.log").write_text("x")
+    (deep.parent / "empty.log").touch()
+    (deep / "far.log").write_text("x")
     with pytest.raises(UsageError) as caught:
         list(log_files.chunks(str(tmp_path)))
     assert [pathlib.Path(command).name for _, command in caught.value.help] == ["near.log"]

@@ -160,7 +160,10 @@ def _of_files(paths: Sequence[str]) -> Sequence[Report]:
         for path in paths:
             one = reader.Reader(path, *([prefixes.of_file(path)] if len(paths) > 1 else []))
             found.append(one.read(log_files.chunks(path, partial(progress.at, path))))
-    return to_evidence.diagnose(reader.together(found))
+    findings = reader.together(found)
+    if findings.empty:
+        raise log_files.empty(paths[0])
+    return to_evidence.diagnose(findings)
 
 
 def _of_stdin() -> Sequence[Report]:

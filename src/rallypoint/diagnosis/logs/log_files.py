@@ -56,14 +56,11 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
                 if first or stream is raw:
                     raise _unreadable(path, error) from error
                 return
-            if first and not chunk:
-                look = ("see whether the log is another file", f"ls -lt {_parent(path)}")
-                raise UsageError("usage", f"{path} is empty", help=(look,))
+            if not chunk:
+                return
             if first and not is_text(chunk[:4096]):
                 look = ("see what it is", f"file {path}")
                 raise UsageError("usage", f"{path} is no text, so it is no log", help=(look,))
-            if not chunk:
-                return
             first = False
             yield chunk
             if progress is not None:
@@ -113,7 +110,8 @@ def _folder(path: str) -> UsageError:
             if name.endswith((".log", ".out", ".err", ".txt")):
                 with suppress(OSError):  # it was removed meanwhile, or is not to be seen
                     log = os.path.join(folder, name)
-                    logs.append((-os.lstat(log).st_mtime, log))
+                    info = os.lstat(log)
+                    logs += [(-info.st_mtime, log)] * (info.st_size > 0)
     helps = tuple(
         ("read one of its logs", f"rallypoint explain {log}") for _, log in sorted(logs)[:_LISTED]
     )
@@ -122,6 +120,12 @@ def _folder(path: str) -> UsageError:
         f"{path} is a folder, and explain reads files",
         help=helps or (("see what is in it", f"ls -R {path}"),),
     )
+
+
+def empty(path: str) -> UsageError:
+    """Return the error for logs without a byte, of which this is the first."""
+    look = ("see whether the log is another file", f"ls -lt {_parent(path)}")
+    return UsageError("usage", f"{path} is empty", help=(look,))
 
 
 def _parent(path: str) -> str:
