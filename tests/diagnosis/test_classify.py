@@ -45,6 +45,16 @@ def test_the_prefix_that_torch_puts_before_each_line() -> None:
     )
 
 
+def test_what_python_ignores_is_no_end() -> None:
+    ignored = ["Exception ignored in: <function A.__del__ at 0x7f>", *TWO[1:]]
+    assert tracebacks.exception_in(["epoch 1", *ignored]) is None
+    found = tracebacks.exception_in(
+        ["Traceback (most recent call last):", "KeyError: 'image'", *ignored]
+    )
+    assert found is not None
+    assert (found.type, found.is_open) == ("KeyError", False)
+
+
 def test_a_raise_from_means_what_it_says() -> None:
     during = "During handling of the above exception, another exception occurred"
     cause = "The above exception was the direct cause of the following exception"

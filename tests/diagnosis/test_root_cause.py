@@ -171,6 +171,10 @@ class History(NamedTuple):
 
 
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
+TORCHRUNS = (
+    "E0101 12:00:00.000000 24390 torch/distributed/elastic/multiprocessing/api.py:1003] "
+    "failed (exitcode: 1) local_rank: 0 (pid: 24400) of binary: /venv/bin/python"
+)
 TIMER_STACK = "Thread 0x00007fa857d1eb80 (most recent call first):"
 POOL = raised(
     "concurrent.futures.process.BrokenProcessPool",
@@ -527,6 +531,22 @@ HISTORIES = [
     History(
         "faulthandler-ends-a-rank-when-its-time-is-up",
         job(stopped(0), rank(1, 1, said=("Timeout (0:00:30)!", TIMER_STACK), at=1.4)),
+        "rank-exited",
+        (1,),
+        "rank 1 exited with code 1",
+    ),
+    History(
+        "a-rank-that-runs-torchrun",
+        job(
+            stopped(0),
+            rank(
+                1,
+                1,
+                said=(TORCHRUNS,),
+                left_at="train.py:12 in <module>",
+                at=1.4,
+            ),
+        ),
         "rank-exited",
         (1,),
         "rank 1 exited with code 1",

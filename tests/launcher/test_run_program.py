@@ -55,6 +55,46 @@ def test_what_the_program_left_by_is_told_with_its_own_line(
     assert f"  where  {place}, pid " in result.report, result.everything
 
 
+LOST_THREAD = """\
+import queue, sys, threading
+
+full = queue.Queue()
+
+def load():
+    raise OSError("shard 3 is corrupt")
+
+class Leaves:
+    def __del__(self):
+        raise KeyError("closed")
+
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+Leaves()
+if sys.argv[1] == "gives up":
+    sys.exit("no batch came")
+full.get(timeout=0)
+"""
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_thread_that_an_exception_ended_is_told_with_what_came_of_it(tmp_path: Path) -> None:
+    """The report had the consequence alone: the queue that the thread was to fill."""
+    (tmp_path / "train.py").write_text(LOST_THREAD)
+    result = run_job(["-n", "2", "train.py", "waits"], state=tmp_path, cwd=tmp_path)
+    assert "raised _queue.Empty\n" in result.report, result.everything
+    told = "had ended by OSError: shard 3 is corrupt, at train.py:6 in load, which may be the cause (likely)"
+    assert told in result.prose, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_the_words_of_sys_exit_count_more_than_what_python_ignored(tmp_path: Path) -> None:
+    """The exception of `__del__`, after which Python goes on, was told as the cause."""
+    (tmp_path / "train.py").write_text(LOST_THREAD)
+    result = run_job(["-n", "2", "train.py", "gives up"], state=tmp_path, cwd=tmp_path)
+    assert " exited with code 1: no batch came\n" in result.report, result.everything
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_a_compiled_script_runs_as_python_runs_it(tmp_path: Path) -> None:
     """It was compiled as source: a SyntaxError about null bytes."""

@@ -62,6 +62,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     phase_at: float = 0.0
     ended: Ended | None = None
     raised: Raised | None = None  # left the program uncaught: the first of the __context__ chain
+    in_thread: Raised | None = None  # the first that ended one of its threads, not the main one
     handled: tuple[
         Raised, ...
     ] = ()  # left set_device, init_process_group or a collective, or on its way, oldest first

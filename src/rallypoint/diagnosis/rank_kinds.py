@@ -200,7 +200,8 @@ def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
     error = rank.raised
     if error is None and rank.error_file:
         error = tracebacks.error_file(rank.error_file)
-    if error is None and rank.ended is not None and rank.ended.code == 1:
+    by_itself = rank.ended is not None and rank.ended.code == 1 and not rank.left_saying
+    if error is None and by_itself:
         error = tracebacks.exception_in(rank.said)
     kind = error.type.rpartition(".")[2] if error is not None else ""
     stopped = kind == "KeyboardInterrupt" and bool(rank.sent or job.interrupted_by)

@@ -99,6 +99,7 @@ class RankStanding(msgspec.Struct, frozen=True):
     missing: Missing = ""
     detail: str = ""  # the other program's command line, or how it ended
     node: int = 0
+    lost_thread: str = ""  # "OSError: shard 3 is corrupt", which ended one of its threads
     host: str = ""  # of its node, in a job on several; "" when it is not known
 
 
@@ -539,6 +540,8 @@ def _facts(group: Group, standing: Standing) -> str:
     parts.append(" or ".join(states) + (f" ({', '.join(kernel)})" if kernel else ""))
     used = sorted({round(100 * bound(one.cpu for one in ranks)) for bound in (min, max)})
     parts.append(f"{'-'.join(map(str, used))} % CPU")
+    lost = next((one.lost_thread for one in ranks if one.lost_thread), "")
+    parts += [f"a thread had ended by {lost}"] if lost else []
     return " · ".join(parts)
 
 

@@ -73,6 +73,8 @@ _EXPLAIN = re.compile(
     r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$"
 )  # the last line that Python shows of an error of ours
 _TRACEBACK = "Traceback (most recent call last):"
+# Python goes on after it
+IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
 _RANK = re.compile(
     r"^\[rank\d+\]: ?"
 )  # torch's own excepthook puts it before each line once there is a group
@@ -97,6 +99,9 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         if block is None:
             break
         raised, end = block
+        if start and IGNORED.match(lines[start - 1]):
+            found, last = None, start - 1
+            continue
         after = lines[end:last]
         if found is None and any(map(str.strip, after[AFTER_END:])):
             return None  # it went on for long after that traceback: the traceback is not its end

@@ -214,6 +214,12 @@ class Uncatch(Packet):
     serial: int
 
 
+class ThreadEnded(Packet):
+    """worker -> agent: an exception ends a thread; the program goes on without it."""
+
+    raised: Raised
+
+
 class ClosesGroup(Packet):
     """worker -> agent: the program closes the process group, with no exception on its way; `line`:
     where, "" if not known.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal as signals
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from rallypoint.diagnosis.causes.wording import (
     signal_name,
     since,
 )
+from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
@@ -245,6 +247,9 @@ def exited(case: Case, caught: Raised | None) -> Report:
     if behind and (unseen or refused):
         sentence = f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program"
         helps = [Help(sentence, case.job.moved)]
+    if rank.log and any(map(schedulers.told_by, rank.said)):
+        sentence = "it ran another launcher, whose log is in its own: see what that tells"
+        helps.append(Help(sentence, f"rallypoint explain {shlex.quote(rank.log)}"))
     return of_end(
         case,
         "rank-exited",

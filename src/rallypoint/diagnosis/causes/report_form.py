@@ -20,7 +20,7 @@ from rallypoint.diagnosis.causes.case import (
     who,
 )
 from rallypoint.diagnosis.causes.short_traceback import abridged
-from rallypoint.diagnosis.causes.wording import cut, signal_name
+from rallypoint.diagnosis.causes.wording import cut, named, signal_name
 from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Confidence, Help, Moment, Report, Said
@@ -58,6 +58,13 @@ def account(
     the exception that it is about, which is quoted.
     """
     evidence, help = tuple(fields.pop("evidence", ())), tuple(fields.pop("help", ()))
+    if case.ranks and (ended_by := case.first.in_thread) is not None:
+        at = stacks.place(ended_by.frames, case.root)
+        thread = f"a thread of {who(case.first)} had ended by {named(ended_by)}, at {at}"
+        if code == "rank-raised" and not fields.get("why"):
+            case, fields["why"] = likely(case), f"{thread}, which may be the cause"
+        else:
+            evidence = (thread, *evidence)
     if error is not None:
         rank, why = case.first, fields.get("why", "")
         if error.is_open:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from rallypoint.diagnosis import classify
+from rallypoint.diagnosis import classify, tracebacks
 from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import (
@@ -81,7 +81,6 @@ _LAUNCHERS = re.compile(
 )
 # Ray's last word where it knows no more
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"
-_IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
 _PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
 _SHELL = "\0the shell"  # the name under which a shell's words are watched
 _SPOKEN = "\0spoken by "  # the same for a process's lines of unknown words
@@ -173,7 +172,7 @@ class Reader:
             self._begin_traceback(number, speaker, text, at)
         elif (rank := spawned(text)) >= 0:
             self._spawned = (number, rank)
-        elif _IGNORED.match(text):
+        elif tracebacks.IGNORED.match(text):
             self._ignored[speaker.name] = number
         elif schedulers.restarts(text):
             self._restarts.append(Place(self._log, number, number))

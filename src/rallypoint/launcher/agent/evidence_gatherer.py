@@ -52,6 +52,7 @@ _AS_TOLD = (
     "phase_at",
     "ended",
     "raised",
+    "in_thread",
     "meeting",
     "unanswered",
     "resident",

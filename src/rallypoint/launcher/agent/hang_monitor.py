@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.causes.wording import named
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.hang_detector import Watch
 from rallypoint.diagnosis.rank_snapshot import Missing, RankStanding, Standing, stalled
@@ -105,6 +106,7 @@ class StackSampler:
             stands_for=stands_for,
             missing=missing,
             detail=detail,
+            lost_thread=named(handle.in_thread) if handle.in_thread is not None else "",
         )
 
     def _why_not(

@@ -102,6 +102,7 @@ class RankHandle:
         self.log_rank = local_rank  # the local rank whose log has its words
         self.reaped = False
         self.raised: Raised | None = None
+        self.in_thread: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
         self.exit_line = ""

@@ -34,6 +34,7 @@ from rallypoint.launcher.protocol import (
     Packet,
     SetLate,
     Spawns,
+    ThreadEnded,
     Uncatch,
     Uncaught,
 )
@@ -66,6 +67,8 @@ class WorkerMessages:
                 self._on_phase(handle, phase)
             case Caught(serial, raised):
                 self._on_caught(handle, serial, msgspec.structs.replace(raised, at=now))
+            case ThreadEnded(raised):
+                handle.in_thread = handle.in_thread or msgspec.structs.replace(raised, at=now)
             case Uncatch(serial):
                 handle.caught.pop(serial, None)
             case Uncaught(raised):

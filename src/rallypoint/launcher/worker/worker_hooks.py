@@ -7,6 +7,7 @@ import inspect
 import os
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,15 @@ import msgspec
 from rallypoint.errors import UsageError
 from rallypoint.host.dns_timeouts import quick_lookups
 from rallypoint.launcher import exception_capture, late_variables, protocol
-from rallypoint.launcher.protocol import AtPhase, ForksCuda, Meets, Released, SetLate, Spawns
+from rallypoint.launcher.protocol import (
+    AtPhase,
+    ForksCuda,
+    Meets,
+    Released,
+    SetLate,
+    Spawns,
+    ThreadEnded,
+)
 from rallypoint.launcher.worker import cuda, meeting_point
 from rallypoint.launcher.worker.agent_line import AgentLine, is_initialized
 from rallypoint.launcher.worker.meeting_point import HeldPoint
@@ -46,6 +55,8 @@ class Hooks(AgentLine):
             ""  # where `launch` was called that has opened the process group, and will close it
         )
         self._forks: set[str] = set()
+        self._thread_hook = threading.excepthook
+        threading.excepthook = self.thread_ended
         os.register_at_fork(before=self.forking, after_in_child=self.forget)
 
     def forking(self) -> None:
@@ -56,6 +67,12 @@ class Hooks(AgentLine):
         if line and line not in self._forks and len(self._forks) < FORKS_MOST:
             self._forks.add(line)
             self.tell(ForksCuda(line, first))
+
+    def thread_ended(self, told: threading.ExceptHookArgs) -> None:
+        """Tell of an exception that ends a thread, and let Python print it."""
+        if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
+            self.tell(ThreadEnded(exception_capture.raised(told.exc_value)))
+        self._thread_hook(told)
 
     def forget(self) -> None:
         """Close the line in a forked child of the program, which is not the rank. The address rules
