@@ -831,9 +831,22 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
             "subprocess.CalledProcessError: Command '['/usr/bin/gcc', 'a.c']' returned non-zero exit status 1.",
             "rank-raised",
         ),
-        (
-            "subprocess.CalledProcessError: Command '['python', 'a.py']' returned non-zero exit status 1.",
-            "rank-exited",
+        *(
+            (f"subprocess.CalledProcessError: Command {command}", code)
+            for command, code in (
+                ("'['python', 'a.py']' returned non-zero exit status 1.", "rank-exited"),
+                (
+                    "'['C:\\\\v\\\\python.exe', 'a.py']' returned non-zero exit status 2.",
+                    "rank-exited",
+                ),
+                ("'torchrun a.py' returned non-zero exit status 1.", "rank-exited"),
+                ("'['python3.11', 'a.py']' died with <Signals.SIGSEGV: 11>.", "rank-crashed"),
+                # Neither is a rank's.
+                ("'['aws', 's3', 'ls']' returned non-zero exit status 1.", "rank-raised"),
+                ("'sh -c python' returned non-zero exit status 1.", "rank-raised"),
+                ("'['pythonify', 'a']' returned non-zero exit status 1.", "rank-raised"),
+                ("'['ffmpeg', 'a']' died with <Signals.SIGSEGV: 11>.", "rank-raised"),
+            )
         ),
         ("    | ConnectionError: Couldn't reach 'a/b' on the Hub", "rank-raised"),
         ("*** Error in `python': double free or corruption (!prev): 0x00 ***", "rank-crashed"),
@@ -1159,6 +1172,27 @@ def test_a_rank_that_torchrun_does_not_list_may_have_left_early() -> None:
     assert (report.code, left in [help.command for help in report.help]) == ("cause-unknown", True)
     (report,) = _told(log)
     assert (report.code, left in [help.command for help in report.help]) == ("cause-unknown", False)
+
+
+CALLED = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/tmp/train.py", line 8, in <module>
+[rank1]:     subprocess.run([sys.executable, "tile.py"], check=True)
+[rank1]:   File "/usr/lib/python3.11/subprocess.py", line 571, in run
+[rank1]:     raise CalledProcessError(retcode, process.args,
+[rank1]: subprocess.CalledProcessError: Command '['/x/bin/python', 'tile.py']' {}
+"""
+
+
+@pytest.mark.parametrize(
+    "ended", ["returned non-zero exit status 3.", "died with <Signals.SIGKILL: 9>."]
+)
+def test_a_process_that_a_rank_called_is_not_the_rank(ended: str) -> None:
+    """It was told that the rank had exited with code 3, by the word of its launcher, certain."""
+    for log in (CALLED, CALLED + IN_CALL.format(0, 9, "all_reduce", CLOSED) + ENDED_WITH_1):
+        (report,) = _told(log.format(ended))
+        assert (report.code, report.ranks, report.confidence) == ("rank-raised", (1,), "likely")
+        assert ended in report.headline
 
 
 LISTEN = (

@@ -120,7 +120,12 @@ def _line(
 
 # What a library starts, and no rank is.
 _TOOLS = r"(?:gcc|g\+\+|cc|c\+\+|clang|nvcc|hipcc|ninja|make|cmake|git|ldconfig|nvidia-smi)"
-_TOOL = rf"Command '(?:\[')?(?:[^\s']{{0,200}}/)?{_TOOLS}(?![\w.-])"
+# What a launcher starts. Of any other command (gcc, aws, sh) a library or the program tells.
+_STARTED = (
+    r"Command '(?:\[')?(?:[^\s']{0,200}[/\\])?"
+    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|mpirun|mpiexec|srun|ssh|pdsh)"
+    r"(?:\.exe)?(?![\w.-])"
+)
 SERVICE = "the service that ran it"
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 _LINES = (
@@ -208,11 +213,9 @@ _LINES = (
     ),
     _line("return code", r"exits with return code = (?P<code>-?\d+)", by="DeepSpeed", first=True),
     _line(
-        "died with", r"died with <Signals\.(?P<name>SIG\w+): \d+>", by="the launcher", first=True
-    ),
-    _line(
-        "exit status",
-        rf"CalledProcessError: (?!Command '(?:\[')?ssh\b|{_TOOL}).{{0,4000}} returned non-zero exit status (?P<code>-?\d+)",
+        "CalledProcessError: ",
+        rf"CalledProcessError: (?!Command '(?:\[')?ssh\b){_STARTED}.{{0,4000}} "
+        r"(?:returned non-zero exit status (?P<code>-?\d+)|died with <Signals\.(?P<name>SIG\w+): \d+>)",
         by="the launcher",
         first=True,
     ),
@@ -632,13 +635,16 @@ def speaking(text: str, speaker: Speaker) -> Speaker:
 
 
 _WRAPPERS = re.compile(
-    r"(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
+    r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
     r"|UnexpectedStatusException|ExecuteUserScriptError)$"  # SageMaker
 )
 
 
-def of_launcher(error: Raised) -> bool:
+def of_launcher(error: Raised, rank: int = -1) -> bool:
     """Tell whether an exception only hands on that a process failed, or that the launcher was
-    stopped.
+    stopped. What a rank calls by `subprocess` itself is its own.
     """
-    return bool(_WRAPPERS.search(error.type)) and not re.match(_TOOL, error.message)
+    if not error.type.endswith("CalledProcessError"):
+        return bool(_WRAPPERS.search(error.type))
+    called = any(frame.file.endswith("/subprocess.py") for frame in error.frames[-1:])
+    return re.match(_STARTED, error.message) is not None and not (rank >= 0 and called)

@@ -499,7 +499,7 @@ class Summary(Block):
             ends = (max(code, 0), max(-code, 0), number, local, pid, host, "torchrun")
             yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first))
             error = failure.traceback.error() if failure.traceback is not None else None
-            if error is not None and not schedulers.of_launcher(error):
+            if error is not None and not schedulers.of_launcher(error, number):
                 yield Sighting(Sign.RAISED, place, of_rank(number), error=error)
 
 
