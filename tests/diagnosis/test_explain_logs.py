@@ -1174,6 +1174,61 @@ def test_a_rank_that_torchrun_does_not_list_may_have_left_early() -> None:
     assert (report.code, left in [help.command for help in report.help]) == ("cause-unknown", False)
 
 
+IN_THREAD = """\
+Exception in thread Thread-1 (feed):
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/threading.py", line 982, in run
+    self._target(*self._args, **self._kwargs)
+  File "/tmp/train.py", line 4, in feed
+    raise ValueError("bad shard 7")
+ValueError: bad shard 7
+"""
+IN_PROCESS = IN_THREAD.replace("Exception in thread Thread-1 (feed):", "Process Process-1:")
+ROW = """\
+[{0}]:
+  time      : 2026-11-27_23:06:14
+  host      : localhost
+  rank      : {0} (local_rank: {0})
+  exitcode  : {1} (pid: 2745{0})
+  error_file: <N/A>
+  traceback : {2}
+"""
+FAILURES = "Failures:\n{}-----\nRoot Cause (first observed failure):\n{}=====\n"
+TO_ENABLE = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+STOPPED = ROW.format(1, "-15", "Signal 15 (SIGTERM) received by PID 27451")
+
+
+@pytest.mark.parametrize("nameless", [IN_THREAD, IN_PROCESS])
+def test_what_a_thread_or_a_child_of_a_rank_raised_is_not_given_to_other_ranks(
+    nameless: str,
+) -> None:
+    """It was told, certain, that the two ranks raised it which waited for rank 1 until the timeout,
+    and that rank 1 was not at fault. torch names the rank only in what ends the rank.
+    """
+    hurt = "".join(IN_CALL.format(rank, 9, "all_reduce", TIMED_OUT) for rank in (0, 2))
+    ends = (STOPPED + ROW.format(2, 1, TO_ENABLE), ROW.format(0, 1, TO_ENABLE))
+    for log in (nameless + hurt, hurt + nameless, nameless + hurt + FAILURES.format(*ends)):
+        (report,) = _told(log)
+        told = (report.code, report.ranks, report.confidence)
+        assert told == ("rank-raised", (), "likely"), render.text((report,))
+        assert "bad shard 7" in report.headline
+        assert "not at fault" not in report.then
+    assert "rank 1 has none" in report.why
+    # A rank that ended by itself, and of which the log has nothing else, raised it.
+    ended = FAILURES.format(ROW.format(0, 1, TO_ENABLE), ROW.format(1, 1, TO_ENABLE))
+    (report,) = _told(nameless + hurt + ended)
+    assert (report.ranks, report.confidence) == ((1,), "certain")
+
+
+def test_of_errors_that_name_no_rank_the_first_to_end_has_the_one_that_is_a_cause() -> None:
+    """As in tracebacks of older versions of torch: both ranks were told to have raised it."""
+    raised = TRACEBACK.format("ValueError: bad loss")
+    lost = IN_CALL.format(0, 9, "all_reduce", CLOSED).replace("[rank0]: ", "")
+    ends = FAILURES.format(ROW.format(0, 1, TO_ENABLE), ROW.format(1, 1, TO_ENABLE))
+    assert _told(raised + lost + ends)[0].ranks == (1,)
+    assert _told(raised + ends)[0].ranks == (0, 1)
+
+
 CALLED = """\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "/tmp/train.py", line 8, in <module>

@@ -312,7 +312,8 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         for v in found
     )
     alike = told[0][0].kind is Kind.EXITED and len(told[0]) > 1
-    acquit = not (suspect or alike or _doubt(job, told[0], verdicts))
+    nameless = job.log is not None and told[0][0].rank.rank < 0  # it may be of any of them
+    acquit = not (suspect or alike or nameless or _doubt(job, told[0], verdicts))
     then = then_told(job, verdicts, at_fault, STRONG, acquit=acquit)
     numbers = [v.rank.rank for group in rest for v in group if v.rank.rank >= 0]
     more = f"{ranks_phrase(numbers)} failed in other ways still: see their logs" if numbers else ""

@@ -21,6 +21,7 @@ from rallypoint.diagnosis.error_patterns import python, schedulers
 from rallypoint.diagnosis.evidence import Ended, JobEvidence, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
 from rallypoint.diagnosis.report import Report
+from rallypoint.world import ranks_phrase
 
 SOON = 10
 """Lines after ssh's word within which its caller says that it failed: mpirun's "unable to reliably
@@ -98,6 +99,8 @@ class _Log:
         self._own = [s for s in self._errors if not _is_dump(s) and _is_own(s.error)]
         self._sure = [s for s in self._own if not s.went_on or _is_final(s)]
         self._handled = [s for s in self._own if s not in self._sure]
+        # ranks that an error of their own ended, of whatever cause
+        self._spoke = {_rank(s) for s in self._errors if not s.went_on}
         self._promoted = bool(not self._sure and self._handled and self._unexplained())
         if self._promoted:
             # A process ended with an error, and this is the last one that the log has.
@@ -137,10 +140,11 @@ class _Log:
             traceback = f"{error.traceback}\n{first.error.message}"
             error = msgspec.structs.replace(error, traceback=traceback)
         numbers = sorted({rank for s in group for rank in _numbers(s)} - {-1})
+        numbers = numbers or self._attributed(groups)
         yield from self._of_one(
             msgspec.structs.replace(best, place=first.place, error=error),
-            numbers=numbers or self._attributed(group, groups),
-            doubt=self._doubt_of(group),
+            numbers=numbers,
+            doubt=self._doubt_of(group) or ("" if numbers else self._unprefixed()),
         )
 
     def _doubt_of(self, group: Sequence[Sighting]) -> str:
@@ -160,16 +164,28 @@ class _Log:
             return "lines of the same process follow it, and nothing says that it ended: it may have been handled"
         return ""
 
-    def _attributed(
-        self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
-    ) -> list[int]:
-        """The ranks that failed by the launcher's word, when there is one nameless error for
-        them.
+    def _attributed(self, groups: Sequence[Sequence[Sighting]]) -> list[int]:
+        """The ranks that failed by the launcher's word and show no error that ended them, when
+        there is one nameless error for them. Where others have no name either, the one that the
+        launcher says was the first.
         """
-        spoke = {_rank(s) for s in self._sure}
-        failed = {s.end.rank for s in self._ends if s.end.code} - spoke - {-1}
-        nameless = [one for one in groups if all(_rank(s) < 0 for s in one)]
-        return sorted(failed) if len(nameless) == 1 else []
+        if sum(all(_rank(s) < 0 for s in one) for one in groups) != 1:
+            return []
+        failed = [s.end for s in self._ends if s.end.code and s.end.rank not in self._spoke]
+        if any(_rank(s) < 0 and s not in self._own for s in self._errors):
+            failed = [end for end in failed if end.first] or failed
+        return sorted({end.rank for end in failed} - {-1})
+
+    def _unprefixed(self) -> str:
+        """Return what speaks against a rank's exit by an error without a name: torch names the rank
+        in what ends it, and not in what ends a thread or a child process.
+        """
+        named, others = self._spoke - {-1}, set(self._findings.ranks) - self._spoke
+        if not named:
+            return ""
+        rest = f", and {ranks_phrase(others)} {'has' if len(others) == 1 else 'have'} none"
+        told = f"its lines name no rank: {ranks_phrase(named)} failed by another error"
+        return told + (rest if others else "")
 
     def _of_one(
         self,
