@@ -171,6 +171,15 @@ class History(NamedTuple):
 
 
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
+CHILD = (
+    "Process Process-1:",
+    "Traceback (most recent call last):",
+    '  File "/usr/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap',
+    "    self.run()",
+    '  File "/home/ada/exp/data.py", line 9, in read',
+    '    raise ValueError("bad record")',
+    "ValueError: bad record",
+)
 TORCHRUNS = (
     "E0101 12:00:00.000000 24390 torch/distributed/elastic/multiprocessing/api.py:1003] "
     "failed (exitcode: 1) local_rank: 0 (pid: 24400) of binary: /venv/bin/python"
@@ -1617,6 +1626,53 @@ HISTORIES = [
         "ranks-missing",
         (1,),
         "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
+    History(
+        "a-child-had-failed-before",
+        job(
+            stopped(0),
+            rank(1, 1, raised=raised("_queue.Empty", "", (MAIN,), at=1.2), said=CHILD, at=1.3),
+        ),
+        "rank-raised",
+        (1,),
+        "rank 1 raised _queue.Empty",
+    ),
+    # Rank 1 caught it to save its state; rank 2 is on its way out of the call.
+    History(
+        "who-has-caught-the-timeout-had-come",
+        job(
+            waited(
+                0,
+                "Timed out waiting 4000ms for recv operation to complete",
+                call="all_reduce",
+                phase="running",
+            ),
+            rank(
+                1,
+                handled=(
+                    raised(
+                        "RuntimeError",
+                        "Timed out waiting 4000ms for recv operation to complete",
+                        at=1.3,
+                        call="all_reduce",
+                    ),
+                ),
+                stack=(MAIN,),
+            ),
+            rank(
+                2,
+                stack=(
+                    MAIN,
+                    Frame(f"{TORCH}/c10d_logger.py", 90, "wrapper"),
+                    Frame("/usr/lib/python3.11/logging/__init__.py", 1477, "debug"),
+                ),
+            ),
+            rank(3, stack=LOADING),
+        ),
+        "ranks-missing",
+        (3,),
+        "ranks 0-1 waited in all_reduce until the timeout; rank 3 never came",
         "likely",
     ),
     History(

@@ -223,8 +223,9 @@ def _named_as_missing(scene: Scene) -> Report | None:
 
 def _absent(scene: Scene, *, joining: bool = False) -> list[Verdict]:
     """Return the ranks that show no error and are elsewhere."""
-    quiet = (Kind.ALIVE, Kind.STOPPED)
-    return [v for v in scene.verdicts if v.kind in quiet and (joining or v.rank.phase != "joining")]
+    quiet = [v for v in scene.verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED)]
+    quiet = [v for v in quiet if not stacks.leaves_collective(v.rank.stack)]
+    return [v for v in quiet if joining or v.rank.phase != "joining"]
 
 
 def _missing(scene: Scene, missing: list[Verdict], waiters: list[Verdict], error: Raised) -> Report:

@@ -185,11 +185,17 @@ def _kind_in_log(error: Raised) -> Kind:
 
 
 def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
-    """Return what was on its way when a rank that has not ended by itself closed its group."""
+    """Return what was on its way when a rank that has not ended by itself closed its group, or that
+    it has just caught the loss of a peer, or the end of a wait for one.
+    """
     error = rank.handled[-1] if rank.handled and not job.interrupted_by else None
-    if error is None or not error.on_its_way:
+    if error is None:
         return None
     kind = kind_of(error)
+    if kind in HURT and job.node_of(rank.rank).now - error.at <= AFTERMATH:
+        return Verdict(rank, kind, error)
+    if not error.on_its_way:
+        return None
     return Verdict(rank, Kind.LEAVING if kind is Kind.RAISED else kind, error)
 
 

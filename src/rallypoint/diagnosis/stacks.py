@@ -240,6 +240,12 @@ def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
     return None
 
 
+def leaves_collective(frames: tuple[Frame, ...]) -> bool:
+    """Tell whether an exception is on its way out of a collective: torch logs it there."""
+    logs = any(frame.file.endswith("torch/distributed/c10d_logger.py") for frame in frames)
+    return logs and collective(frames) is None
+
+
 def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
     """Return where a stack may wait for the other ranks though no collective stands in it:
     "backward()", in which DDP averages gradients, or "DDP's forward()", in which it sends buffers;

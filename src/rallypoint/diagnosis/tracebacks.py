@@ -112,6 +112,18 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
     return found
 
 
+def another(lines: Sequence[str], than: str) -> str:
+    """Return the last line of the first traceback in these lines that this text has not: what a
+    child of `multiprocessing` or the thread of a queue printed, or what was handled. "" for none.
+    """
+    for i, line in enumerate(lines):
+        if line == _TRACEBACK and not (i and IGNORED.match(lines[i - 1])):
+            end = next((one for one in lines[i + 1 :] if one and not one.startswith(" ")), "")
+            if _EXCEPTION.match(end) and end not in than:
+                return end
+    return ""
+
+
 def went_on(lines: Sequence[str]) -> bool:
     """Tell whether something was written after the last traceback: then it may have been shown of
     an error that was handled.

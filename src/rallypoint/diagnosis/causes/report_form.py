@@ -58,13 +58,18 @@ def account(
     the exception that it is about, which is quoted.
     """
     evidence, help = tuple(fields.pop("evidence", ())), tuple(fields.pop("help", ()))
-    if case.ranks and (ended_by := case.first.in_thread) is not None:
-        at = stacks.place(ended_by.frames, case.root)
-        thread = f"a thread of {who(case.first)} had ended by {named(ended_by)}, at {at}"
-        if code == "rank-raised" and not fields.get("why"):
-            case, fields["why"] = likely(case), f"{thread}, which may be the cause"
-        else:
-            evidence = (thread, *evidence)
+    if case.ranks and "said" not in fields:
+        rank, own = case.first, error.traceback if error is not None else ""
+        if (lost := rank.in_thread) is not None:
+            at = stacks.place(lost.frames, case.root)
+            thread = f"a thread of {who(rank)} had ended by {named(lost)}, at {at}"
+            if code == "rank-raised" and not fields.get("why"):
+                case, fields["why"] = likely(case), f"{thread}, which may be the cause"
+            else:
+                evidence = (thread, *evidence)
+        elif case.job.log is None and (line := tracebacks.another(rank.said, own)):
+            told = f"the log of {who(rank)} has a traceback of another exception: {cut(line)}"
+            evidence = (told, *evidence)
     if error is not None:
         rank, why = case.first, fields.get("why", "")
         if error.is_open:
