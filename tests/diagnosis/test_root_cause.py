@@ -171,6 +171,20 @@ class History(NamedTuple):
 
 
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
+ASKED = raised(
+    "RuntimeError",
+    """\
+FileNotFoundError: On WorkerInfo(id=1, name=worker1):
+FileNotFoundError(2, 'No such file or directory')
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/rpc/internal.py", line 209, in _run_function
+    result = python_udf.func(*python_udf.args, **python_udf.kwargs)
+  File "/home/ada/exp/train.py", line 4, in load_shard
+    with open(path) as file:
+FileNotFoundError: [Errno 2] No such file or directory: '/data/shard7.bin'
+""",
+    at=1.2,
+)
 CHILD = (
     "Process Process-1:",
     "Traceback (most recent call last):",
@@ -1637,6 +1651,13 @@ HISTORIES = [
         "rank-raised",
         (1,),
         "rank 1 raised _queue.Empty",
+    ),
+    History(
+        "a-call-of-torchs-rpc-failed-in-another-rank",
+        job(rank(0, 1, raised=ASKED, at=1.3), stopped(1)),
+        "rank-raised",
+        (1,),
+        "rank 1 raised FileNotFoundError: [Errno 2] No such file or directory: '/data/shard7.bin'",
     ),
     # Rank 1 caught it to save its state; rank 2 is on its way out of the call.
     History(

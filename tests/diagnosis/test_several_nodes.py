@@ -342,6 +342,17 @@ def test_the_same_failure_on_another_node_is_the_same() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "alike"),
+    [("node reclaimed after epoch {}", False), ("<Batch at 0x{}f8> is bad", True)],
+)
+def test_a_failure_at_another_step_is_another(words: str, alike: bool) -> None:
+    """A job that came one epoch further in each attempt was given up after three."""
+    errors = [raised("RuntimeError", words.format(number)) for number in (1, 2)]
+    reports = [diagnose(job(node(0, rank(0, 1, raised=error))))[0] for error in errors]
+    assert (same_again(reports[0]) == same_again(reports[1])) == alike
+
+
 def test_a_stop_from_outside_is_no_loss_of_a_node() -> None:
     """A batch system ends all nodes of a job, and some are gone before the report is made."""
     (report,) = diagnose(job(WAITING, gone=[gone(1, 4, 5)], interrupted_by="SIGTERM"))

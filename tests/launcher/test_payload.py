@@ -533,6 +533,29 @@ def test_classes_of_a_file_that_no_rank_can_import_are_the_same_class_when_they_
     assert Config.__init__ is method  # and it was not written to
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    n: int
+
+
+class Private:
+    __slots__ = ("__n",)
+
+    def __init__(self, n: int) -> None:
+        self.__n = n
+
+    def n(self) -> int:
+        return self.__n
+
+
+def test_classes_with_slots(ranks: Ranks) -> None:
+    """They came back as objects with a dict, which their class in the caller has not."""
+    slotted, private, there = ranks.call(
+        lambda: (Slotted(3), Private(4), hasattr(Slotted(3), "__dict__"))
+    )
+    assert (slotted, private.n(), there) == (Slotted(3), 4, False)
+
+
 MAIN = '''
 import os, sys, socket, dataclasses
 sys.path.insert(0, {tests!r})

@@ -189,14 +189,14 @@ _FROM_OUTSIDE = re.compile(
 
 def same_again(report: Report) -> str:
     """Return what this report and an equal one have in common: the exception, its words without
-    numbers, and its line. "" for a failure that may not come again, or is not an exception of the
+    addresses of memory, and its line. "" for a failure that may not come again, or is not an exception of the
     program's.
     """
     kind, _, words = report.headline.partition(" raised ")[2].partition(":")
     own = report.code == "rank-raised" and report.where and kind
     if not own or _FROM_OUTSIDE.search(kind.rpartition(".")[2]):
         return ""
-    return f"{kind}:{re.sub('[0-9]+', '0', words)} at {report.where.partition(',')[0]}"
+    return f"{kind}:{re.sub('0x[0-9a-f]+', '0x', words)} at {report.where.partition(',')[0]}"
 
 
 def news(job: JobEvidence, told: Iterable[int], at_fault: Iterable[int]) -> News:
@@ -309,6 +309,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
     suspect = any(
         (v.kind is Kind.DOUBTFUL and v.error is not None and v.error.code)
         or classify.says("sizes-differ", v.message)
+        or (v.error is not None and tracebacks.by_rpc(v.error))
         for v in found
     )
     alike = told[0][0].kind is Kind.EXITED and len(told[0]) > 1

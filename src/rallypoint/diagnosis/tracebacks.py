@@ -26,6 +26,18 @@ def in_process(error: Raised) -> tuple[str, Raised] | None:
     return (found[1], replace(inner, at=error.at, call=error.call)) if inner is not None else None
 
 
+_BY_RPC = re.compile(r"\bOn WorkerInfo\(id=(\d+), name=(.+)\):$", re.MULTILINE)
+
+
+def by_rpc(error: Raised) -> tuple[int, str, Raised] | None:
+    """Return the number and the name of the worker of `torch.distributed.rpc` that was asked for a
+    call, and what it raised in it; None for any other error.
+    """
+    found = _BY_RPC.search(error.message)
+    inner = exception_in(error.message[found.end() :].rstrip().splitlines()) if found else None
+    return (int(found[1]), found[2], replace(inner, at=error.at)) if found and inner else None
+
+
 _DIRECTLY = "\nThe above exception was the direct cause of the following exception:\n"
 
 

@@ -48,6 +48,8 @@ def raised(case: Case, error: Raised | None) -> Report:
         return _known(case, error)
     if (inside := tracebacks.in_process(error)) is not None:
         return _in_process(case, *inside)
+    if (asked := tracebacks.by_rpc(error)) is not None:
+        return _by_rpc(case, *asked)
     tell = _TELLS.get(classify.cause_of(error))
     if tell is not None:
         return tell(case, error)
@@ -231,6 +233,16 @@ def _in_process(case: Case, number: str, error: Raised) -> Report:
         once = "start the program once, and let it spawn: of several, all ask for that port"
         helps = (Help(once, again(case.job, 1)),)
     return replace(report, evidence=(inside, *report.evidence), help=helps)
+
+
+def _by_rpc(case: Case, number: int, name: str, error: Raised) -> Report:
+    """Tell what a function raised that the rank had another one call. The number of an RPC worker
+    is its rank, as torch gives it.
+    """
+    callers, there = case.subject, tuple(one for one in case.job.ranks if one.rank == number)
+    report = raised(replace(case, ranks=there or case.ranks), error)
+    asked = f"{callers} had asked {name} for that call by torch.distributed.rpc"
+    return replace(report, evidence=(asked, *report.evidence))
 
 
 def library_differs(case: Case, error: Raised) -> Report:

@@ -135,6 +135,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and not self._importable(obj.__module__):
             reduced = _by_value._dynamic_class_reduce(obj)
+        by_value = reduced is not NotImplemented and reduced[0] is _by_value._make_skeleton_class
+        if by_value and isinstance(vars(obj).get("__slots__"), str | tuple | list | dict):
+            # cloudpickle sets them later, when they make no slots any more: objects got a dict.
+            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
         if self.scan is not None:
             self.scan.kind(obj, by_name=reduced is NotImplemented)
         return reduced
