@@ -1659,6 +1659,23 @@ HISTORIES = [
         (1,),
         "rank 1 raised FileNotFoundError: [Errno 2] No such file or directory: '/data/shard7.bin'",
     ),
+    History(
+        "a-child-of-the-missing-rank-was-killed-for-memory",
+        job(
+            waited(
+                0,
+                "Timed out waiting 4000ms for recv operation to complete",
+                call="all_reduce",
+                phase="running",
+            ),
+            rank(1, stack=LOADING, dead_child=(24316, 0, 9)),
+            memory=MEMORY,
+        ),
+        "ranks-missing",
+        (1,),
+        "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
     # Rank 1 caught it to save its state; rank 2 is on its way out of the call.
     History(
         "who-has-caught-the-timeout-had-come",

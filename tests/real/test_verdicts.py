@@ -162,6 +162,21 @@ if __name__ == "__main__":
         print(list(pool.map(work, range(4))))
 """
 
+DEAD_LOADER = """
+import datetime, multiprocessing, os, signal
+import torch, torch.distributed as dist
+
+def load(queue):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+if dist.get_rank() == 1:
+    queue = multiprocessing.Queue()
+    multiprocessing.Process(target=load, args=(queue,)).start()
+    queue.get()
+dist.all_reduce(torch.ones(1))
+"""
+
 
 def _write(folder: Path, text: str) -> str:
     program = folder / "train.py"
@@ -185,6 +200,14 @@ def test_a_pool_does_not_say_how_its_process_ended(tmp_path: Path) -> None:
     assert "(likely)" in result.report, result.everything
     counted = bool(memory_counters().path)
     assert ("its oom_kill count did not change" in result.prose) == counted, result.everything
+
+
+def test_a_process_whose_end_its_rank_has_not_noticed(tmp_path: Path) -> None:
+    """The report sent the user to a longer timeout, and had no word of the loader."""
+    result = run_job(["-n", "2", _write(tmp_path, DEAD_LOADER)], state=tmp_path)
+    assert result.codes == ["ranks-missing"], result.everything
+    told = ", which rank 1 had started, had ended by SIGKILL, and rank 1 has not noticed"
+    assert told in result.prose, result.everything
 
 
 def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(

@@ -63,6 +63,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
     ended: Ended | None = None
     raised: Raised | None = None  # left the program uncaught: the first of the __context__ chain
     in_thread: Raised | None = None  # the first that ended one of its threads, not the main one
+    # pid, exit code and signal of a process that it had started; it has not noticed the end
+    dead_child: tuple[int, int, int] | None = None
     handled: tuple[
         Raised, ...
     ] = ()  # left set_device, init_process_group or a collective, or on its way, oldest first

@@ -36,15 +36,14 @@ def sees_processes() -> bool:
     return os.path.exists(f"{_PROC}/{os.getpid()}")
 
 
-def children() -> list[int]:
-    """Return the pids of this process's children, ended ones included; none when /proc does not
-    tell. For one with one thread."""
-    me = os.getpid()
+def children(pid: int) -> list[int]:
+    """Return the pids of the children that a process's main thread has started, ended ones
+    included; none when /proc does not tell."""
     try:
-        with open(f"{_PROC}/{me}/task/{me}/children", "rb") as file:
-            return [int(pid) for pid in file.read().split()]
+        with open(f"{_PROC}/{pid}/task/{pid}/children", "rb") as file:
+            return [int(child) for child in file.read().split()]
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [one.pid for one in everyone() if one.parent == me]
+        return [one.pid for one in everyone() if one.parent == pid]
 
 
 class ProcessStatus(NamedTuple):

@@ -67,6 +67,14 @@ def account(
                 case, fields["why"] = likely(case), f"{thread}, which may be the cause"
             else:
                 evidence = (thread, *evidence)
+        elif rank.dead_child is not None:
+            pid, status, number = rank.dead_child
+            how = f"ended by {signal_name(number)}" if number else f"exited with code {status}"
+            memory = ", for lack of memory" if pid in case.node.memory.killed_pids else ""
+            evidence = (
+                f"pid {pid}, which {who(rank)} had started, had {how}{memory}, and {who(rank)} has not noticed",
+                *evidence,
+            )
         elif case.job.log is None and (line := tracebacks.another(rank.said, own)):
             told = f"the log of {who(rank)} has a traceback of another exception: {cut(line)}"
             evidence = (told, *evidence)

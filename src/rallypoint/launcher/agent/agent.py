@@ -143,7 +143,9 @@ class Agent:
         # Children of this process from before it became the launcher (a shell's `monitor & exec
         # rallypoint run`) are not the job's, nor is what they leave behind; nor are orphans that
         # the first process of a container gets.
-        adopts_strangers = request is None and (os.getpid() == 1 or bool(process_status.children()))
+        adopts_strangers = request is None and (
+            os.getpid() == 1 or bool(process_status.children(os.getpid()))
+        )
         names = [*plan.signals, *plan.notices, "SIGINT", "SIGCHLD"]
         if request is None:
             self._files_limit = processes.prepare_to_supervise()

@@ -25,7 +25,7 @@ from rallypoint.diagnosis.evidence import (
     NodeEvidence,
     RankEvidence,
 )
-from rallypoint.host import devices
+from rallypoint.host import devices, process_status
 from rallypoint.host.devices import Found
 from rallypoint.host.kernel_files import text_of
 from rallypoint.host.probe import Reached
@@ -154,14 +154,15 @@ class EvidenceGatherer:
         looked_at = [handle for handle in ranks if not (asked and handle.rank in told)]
         files = self._error_files(looked_at)
         now = self._clock.elapsed()
+        found = tuple(
+            self._rank(handle, file, asked=asked, waits=waits)
+            for handle, file in zip(looked_at, files, strict=True)
+        )
         return NodeEvidence(
-            ranks=tuple(
-                self._rank(handle, file, asked=asked, waits=waits)
-                for handle, file in zip(looked_at, files, strict=True)
-            ),
+            ranks=found,
             node=node,
             host=os.uname().nodename,
-            memory=self._memory(ranks, helper),
+            memory=self._memory(ranks, helper, found),
             devices=self._devices(ranks),
             holders=_holders(ranks),
             helper=helper,
@@ -183,7 +184,13 @@ class EvidenceGatherer:
         # Programs try whether there is a GPU, and go on without: an error of that counts only while
         # others wait for this rank to join.
         tries = not waits or handle.joined_at is not None
+        # Its own processes get the signals that it gets.
+        own = process_status.children(handle.pid) if handle.alive and not handle.sent else []
+        ends = ((pid, process_status.end_of_unreaped(pid)) for pid in own)
         return RankEvidence(
+            dead_child=next(
+                ((pid, *end) for pid, end in ends if end is not None and any(end)), None
+            ),
             **{name: getattr(handle, name) for name in _AS_TOLD},
             handled=tuple(
                 one for one in handle.caught.values() if one.call != CUDA_START or not tries
@@ -222,7 +229,12 @@ class EvidenceGatherer:
         environ = {**os.environ, **self._plan.environment, **self._plan.rank_environment[0]}
         return devices.find(environ, devices.look_closely(DEVICES_TIMEOUT))
 
-    def _memory(self, ranks: Sequence[RankHandle], helper: HelperLost | None) -> MemoryEvidence:
+    def _memory(
+        self,
+        ranks: Sequence[RankHandle],
+        helper: HelperLost | None,
+        found: Sequence[RankEvidence],
+    ) -> MemoryEvidence:
         killed = any(
             handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent
             for handle in ranks
@@ -233,6 +245,8 @@ class EvidenceGatherer:
             )
             killed = killed or (loader is not None and loader[1] == signal.SIGKILL)
             killed = killed or classify.fits("pool-broken", error)
+        children = (one.dead_child for one in found if one.dead_child is not None)
+        killed = killed or any(number == signal.SIGKILL for _, _, number in children)
         killed = killed or (helper is not None and helper.ended.signal == signal.SIGKILL)
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)

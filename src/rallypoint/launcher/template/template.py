@@ -240,7 +240,7 @@ class _Template:
         """Reap processes that the ranks have left here and that have ended. The ranks themselves are
         reaped when the agent orders it."""
         os.read(self._orphans, 128)
-        for pid in set(process_status.children()).difference(self._children.values()):
+        for pid in set(process_status.children(os.getpid())).difference(self._children.values()):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
     def _order(self) -> Callable[[], None] | None:
