@@ -111,6 +111,7 @@ def test_a_job_is_stopped_in_good_order(
     said = capsys.readouterr().out
     assert "SIGTERM to ranks 0-1, which may take up to 60 s" in said
     assert "has ended with exit status 143" in said
+    assert not elsewhere or f"rallypoint show {tmp_path / 'own'}\n" in said
     assert jobs[0].end() == 143
     assert jobs[0].said.count("saved") == 2
     assert "rallypoint: rallypoint stop ends this job" in jobs[0].said

@@ -249,6 +249,13 @@ BROKE = raised(
     at=5.9,
     code="barrier-broken",
 )
+NOT_HAD = raised(
+    "rallypoint.errors.LockTimeout",
+    'the lock "checkpoint" was not had within 3 s: rank 1 (pid 24315 on gpu01) has had it for 4.0 s',
+    STORE,
+    at=4.0,
+    code="lock-timeout",
+)
 NO_KEY_OF_TORCH = raised(
     "torch.distributed.DistStoreError",
     "wait timeout after 1000ms, keys: /default_pg/0//data",
@@ -1674,6 +1681,14 @@ HISTORIES = [
         "ranks-missing",
         (1,),
         "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
+    History(
+        "a-rank-keeps-a-lock",
+        job(rank(0, 1, raised=NOT_HAD, at=4.1), rank(1, stack=LOADING)),
+        "lock-timeout",
+        (0,),
+        'rank 0: the lock "checkpoint" was not had within 3 s: rank 1 (pid 24315 on gpu01) has had it for 4.0 s',
         "likely",
     ),
     # Rank 1 caught it to save its state; rank 2 is on its way out of the call.

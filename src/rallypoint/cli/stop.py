@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 
 from rallypoint.cli import stacks
@@ -34,8 +35,11 @@ def stop(path: str) -> str:
     """
     from rallypoint.launcher.agent import query_socket
     from rallypoint.record import past_run, run_list
+    from rallypoint.record.run_folder import default_root
 
     name = run_list.name_of(path)
+    known = run_list.root_of(path) == default_root(os.environ)
+    word = shlex.quote(name if known else path)
     with stacks.reaching(path, "stop") as door, query_socket.stop(door.socket) as (stopping, line):
         if stopping.again:
             said = f"job {name} was being stopped, and what is left of it is killed"
@@ -52,12 +56,12 @@ def stop(path: str) -> str:
             "launcher-silent",
             f"job {name} has been asked to stop, and its launcher still runs",
             help=(
-                ("see where its ranks are", f"rallypoint stacks {shlex.quote(name)}"),
-                ("or kill what is left", f"rallypoint stop {shlex.quote(name)}"),
+                ("see where its ranks are", f"rallypoint stacks {word}"),
+                ("or kill what is left", f"rallypoint stop {word}"),
             ),
         )
     status = past_run.read(path).status
     left = f"with exit status {status}"
     if status is None:
         left = "without writing down its exit status"
-    return f"job {name} has ended {left}; to see it: rallypoint show {shlex.quote(name)}"
+    return f"job {name} has ended {left}; to see it: rallypoint show {word}"

@@ -427,6 +427,7 @@ AFTER_ANOTHER = {
     "store-closed": "lost the store",
     "store-silent": "got no answer from the store",
     "port-refused": "found no store",
+    "lock-timeout": "waited for a lock until the timeout",
     "once-failed": "got the error of another rank's function from once",
     "barrier-timeout": "waited at a barrier until the timeout",
     "barrier-broken": "waited at a barrier that broke",

@@ -213,6 +213,7 @@ def _calls(case: Case, code: str) -> tuple[str, ...]:
 
 _AFTER_ANOTHER = {
     "wait-timeout": "whoever was to do it was elsewhere when the time was up",
+    "lock-timeout": "whoever holds it stood elsewhere when the time was up",
     "once-failed": "the function was called in another rank, and failed there",
     "barrier-timeout": "whoever did not come was elsewhere when the time was up",
     "barrier-broken": "somebody else at the barrier gave up or died, and no rank shows why",

@@ -59,7 +59,8 @@ def account(
     """
     evidence, help = tuple(fields.pop("evidence", ())), tuple(fields.pop("help", ()))
     if case.ranks and "said" not in fields:
-        rank, own = case.first, error.traceback if error is not None else ""
+        rank, main = case.first, error or case.first.raised
+        own = main.traceback if main is not None else ""
         if (lost := rank.in_thread) is not None:
             at = stacks.place(lost.frames, case.root)
             thread = f"a thread of {who(rank)} had ended by {named(lost)}, at {at}"
