@@ -1691,6 +1691,27 @@ HISTORIES = [
         'rank 0: the lock "checkpoint" was not had within 3 s: rank 1 (pid 24315 on gpu01) has had it for 4.0 s',
         "likely",
     ),
+    History(
+        "a-batch-system-signals-the-loaders-too",
+        job(
+            stopped(0),
+            rank(
+                1,
+                1,
+                raised=raised(
+                    "RuntimeError",
+                    "DataLoader worker (pid 24991) is killed by signal: Terminated. ",
+                    at=1.2,
+                ),
+                at=1.3,
+            ),
+            interrupted_by="SIGTERM",
+        ),
+        "interrupted",
+        (),
+        "the job was stopped by SIGTERM",
+        status=143,
+    ),
     # Rank 1 caught it to save its state; rank 2 is on its way out of the call.
     History(
         "who-has-caught-the-timeout-had-come",

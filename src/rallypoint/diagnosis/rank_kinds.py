@@ -96,6 +96,10 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     """Return what a live job's rank shows, looked at alone."""
     error, ended = _last_exception(rank, job), rank.ended
     if error is not None:
+        # Batch systems signal every process of a job.
+        worker = classify.loader_killed(error) if job.interrupted_by else None
+        if worker is not None and signal_name(worker[1]) == job.interrupted_by:
+            return Verdict(rank, Kind.STOPPED)
         kind, inner = kind_of(error), _never_joined(rank, error)
         if inner is not None:
             return Verdict(rank, kind_of(inner), inner)
