@@ -1229,6 +1229,91 @@ def test_of_errors_that_name_no_rank_the_first_to_end_has_the_one_that_is_a_caus
     assert _told(raised + ends)[0].ranks == (0, 1)
 
 
+SAVING = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/opt/py/lib/python3.11/site-packages/torch/serialization.py", line 1003, in save
+[rank0]:     _save(
+[rank0]:   File "/opt/py/lib/python3.11/site-packages/torch/serialization.py", line 1312, in _save
+[rank0]:     zip_file.write_record(name, storage, num_bytes)
+[rank0]: {}
+"""
+CLOSING = """
+[rank0]: During handling of the above exception, another exception occurred:
+
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/srv/train.py", line 8, in <module>
+[rank0]:     torch.save(model, path)
+[rank0]:   File "/opt/py/lib/python3.11/site-packages/torch/serialization.py", line 1002, in save
+[rank0]:     with _open_zipfile_writer(f) as opened_zipfile:
+[rank0]:   File "/opt/py/lib/python3.11/site-packages/torch/serialization.py", line 834, in __exit__
+[rank0]:     self.file_like.write_end_of_file()
+[rank0]: RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534
+"""
+WRITER = "RuntimeError: [enforce fail at inline_container.cc:{}] . {} failed writing {}"
+
+
+@pytest.mark.parametrize(
+    ("log", "confidence"),
+    [
+        *((SAVING.format(words) + CLOSING, "likely") for words in (
+            "RuntimeError: basic_ios::clear: iostream error",
+            "OSError: [Errno 28] No space left on device",
+            WRITER.format(445, "PytorchStreamWriter", "file data/5: file write failed"),
+            WRITER.format(778, "PytorchStreamWriter", "central directory: file write failed"),
+        )),
+        (WRITER.format(471, "PyTorchStreamWriter", "file data/3: file write failed"), "likely"),
+        ("RuntimeError: [enforce fail at inline_container.cc:274] . unexpected pos 384 vs 278", "likely"),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n"
+            "  what():  [enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\n",
+            "likely",
+        ),
+        *((words, "certain") for words in (
+            "OSError: [Errno 28] No space left on device: '/ckpt/last.pt'",
+            "OSError: [Errno 122] Disk quota exceeded",
+            "OSError: [Errno 28] Error writing bytes to file. Detail: [errno 28] No space left on device",
+            "OSError: Not enough free space to write 33554432 bytes after offset 128",
+            "OSError: 8388608 requested and 1523680 written",
+            "RuntimeError: write(): fd 3 failed with No space left on device",
+            "safetensors_rust.SafetensorError: Error while serializing: "
+            "I/O error: No space left on device (os error 28)",
+            "safetensors_rust.SafetensorError: Error while serializing: "
+            'IoError(Os { code: 122, kind: FilesystemQuotaExceeded, message: "Disk quota exceeded" })',
+            "sqlite3.OperationalError: database or disk is full",
+        )),
+        # What it was raised from says more.
+        (
+            TRACEBACK.format("OSError: [Errno 122] Disk quota exceeded")
+            + "\nThe above exception was the direct cause of the following exception:\n\n"
+            + TRACEBACK.format("RuntimeError: saving failed"),
+            "certain",
+        ),
+    ],
+)  # fmt: skip
+def test_a_write_that_failed_says_where_to_look_for_room(log: str, confidence: str) -> None:
+    """Of a full disk it was told that the words spoke of other ranks, or nothing at all."""
+    (report,) = _told(log)
+    assert (report.code, report.confidence) == ("rank-raised", confidence), render.text((report,))
+    assert report.help[0].command == "df -h"
+    assert "full" in report.why
+    assert "saving failed" not in report.headline
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "OSError: [Errno 28] inotify watch limit reached",
+        "RuntimeError: basic_ios::clear: iostream error",  # of any library, and of any file
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+        "RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: Is a directory",
+    ],
+)
+def test_what_is_no_failed_write(log: str) -> None:
+    (report,) = _told(log)
+    assert (report.code, report.help) == ("rank-raised", ()), render.text((report,))
+    assert "other ranks" not in report.why
+
+
 CALLED = """\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "/tmp/train.py", line 8, in <module>

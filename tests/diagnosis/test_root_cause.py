@@ -2466,6 +2466,23 @@ def test_who_left_its_program_before_a_peer_noticed_stands_before_it() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "confidence"),
+    [
+        ("basic_ios::clear: iostream error", "likely"),
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "likely"),
+        ("[Errno 28] No space left on device", "certain"),
+    ],
+)
+def test_a_full_disk(words: str, confidence: str) -> None:
+    """torch.save's words for it say nothing of a disk, and the report was certain of them."""
+    saving = Frame("/x/site-packages/torch/serialization.py", 1312, "_save", "zip_file.write()")
+    error = raised("RuntimeError", words, (MAIN, saving), at=1.0)
+    (report,) = diagnose(job(rank(0, raised=error), rank(1)))
+    assert (report.code, report.confidence) == ("rank-raised", confidence)
+    assert "df -h" in [help.command for help in report.help]
+
+
 def test_a_function_is_started_again_by_launch() -> None:
     refused = raised("MemoryError", "")
     ranks = [rank(i, 1, order=i, raised=refused, at=1.0 + i) for i in range(2)]

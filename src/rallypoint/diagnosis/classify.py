@@ -108,6 +108,15 @@ def _refused(error: Raised) -> bool:
     return _short(error.type) == "OutOfMemoryError"
 
 
+_SAVING = re.compile(r"(^|/)torch/serialization\.py$")
+
+
+def write_failed(error: Raised) -> bool:
+    """Tell whether `torch.save` could not write, in words that do not say why."""
+    of_stream = "iostream error" in error.message and _through(error, _SAVING)
+    return of_stream or torch.WRITE_FAILED.search(error.message) is not None
+
+
 _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
     "producer-gone": _producer_gone,
     "loader-killed": lambda error: loader_killed(error) and not is_out_of_memory(error),
@@ -134,6 +143,7 @@ _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
         and python.UNRESOLVED.search(error.message)
     ),
     "library-differs": lambda error: symbol_missing(error),
+    "disk-full": write_failed,
     "nccl-failed": lambda error: error.type == NCCL_WARNING or nccl_gave_up(error),
     "no-input": lambda error: (
         _short(error.type) == "EOFError" and error.message == "EOF when reading a line"
@@ -149,6 +159,7 @@ CAUSES = (
     "cuda-perhaps-forked", "device-busy", "device-missing", "cuda-init-failed",
     "gpu-not-built-for", "port-forbidden", "group-missing", "parameters-unused", "models-differ", "kernel-failed", "interface-missing",
     "calls-differ", "calls-mismatched", "nccl-failed", "sizes-differ", "no-input",
+    "disk-full",
 )  # fmt: skip
 """The causes that an exception can name, the more special ones first."""
 
@@ -197,7 +208,8 @@ def says_why(error: Raised) -> bool:
     """Tell whether an exception names a cause or speaks of another rank: what was raised from it
     says less.
     """
-    return names_cause(error.message) or meaning(error) is not Meaning.OWN
+    named = names_cause(error.message) or fits("disk-full", error)
+    return named or meaning(error) is not Meaning.OWN
 
 
 DEVICE_CAUSES = ("device-missing", "device-busy", "device-shared", "cuda-init-failed", "gpu-memory")

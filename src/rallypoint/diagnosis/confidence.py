@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rallypoint.diagnosis import stacks, tracebacks
+from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes import wording
 from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised
@@ -142,9 +142,9 @@ _OUTSIDE = (
         ),
     ),
     (
-        "memory, or space on a disk",
+        "memory",
         re.compile(
-            r"\bmemory\b|\bpaging\b|\bswap\b|\bmmap\b|/dev/shm|no space left|quota|\ballocat(e|ion|ing)\b",
+            r"\bmemory\b|\bpaging\b|\bswap\b|\bmmap\b|/dev/shm|\ballocat(e|ion|ing)\b",
             re.IGNORECASE,
         ),
     ),
@@ -160,7 +160,7 @@ _OUTSIDE = (
         "other ranks, or the store or group in which they meet",
         re.compile(
             r"\branks?\b|\bworld[_ ]?size\b|\bpeers?\b|\bother (process|worker|node)|\b(all|across|between) (process|worker|node|gpu)"
-            r"|rendezvous|\bstore\b|TCPStore|process ?group|\bcollectives?\b|communicator|\b(NCCL|gloo|c10d|MPI|Horovod)\b|enforce fail",
+            r"|rendezvous|\bstore\b|TCPStore|process ?group|\bcollectives?\b|communicator|\b(NCCL|gloo|c10d|MPI|Horovod)\b",
             re.IGNORECASE,
         ),
     ),
@@ -192,6 +192,7 @@ def of_error(error: Raised) -> str:
         return "a library could not be loaded, or is not the version that is wanted: what is installed is at fault, and which part is open"
     if (
         kind in ("ImportError", "ModuleNotFoundError")
+        or classify.fits("disk-full", error)
         or _OF_A_FILE.search(error.message)
         or _PICKLED.search(error.message)
     ):

@@ -318,5 +318,6 @@ _TELLS: dict[str, Callable[[Case, Raised], Report]] = {
     "nccl-failed": collectives.nccl_failed,
     "sizes-differ": collectives.sizes_differ,
     "no-input": _no_input,
+    "disk-full": resources.disk_full,
 }
 """By the cause that an exception names the function that tells of it."""

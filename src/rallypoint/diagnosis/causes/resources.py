@@ -1,4 +1,4 @@
-"""What ran out: memory of every kind, descriptors."""
+"""What ran out: memory of every kind, descriptors, room on a disk."""
 
 from __future__ import annotations
 
@@ -130,6 +130,25 @@ def files_exhausted(case: Case, error: Raised) -> Report:
                 "or keep copies of what came from loaders and queues, not the tensors themselves",
                 "kept.append(batch.clone())",
             ),
+        ),
+    )
+
+
+def disk_full(case: Case, error: Raised) -> Report:
+    """Tell of a write for which there was no room, or that failed in `torch.save`."""
+    why = "there was no room for what it wrote: a file system is full, or a quota is used up"
+    if classify.write_failed(error):
+        case = likely(case)
+        why = "writing a file failed, mostly because a file system is full or a quota used up"
+    return account(
+        case,
+        "rank-raised",
+        f"{case.subject} raised {named(error)}",
+        error,
+        why=why,
+        help=(
+            Help("see which file system has no room left", "df -h"),
+            Help("or has no inodes left, or whether your quota is used up", "df -i; quota -s"),
         ),
     )
 

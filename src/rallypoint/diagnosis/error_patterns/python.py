@@ -23,6 +23,13 @@ CAUSES = {
         r"|\[WinError 1455\]|The paging file is too small",
         re.IGNORECASE,
     ),
+    "disk-full": re.compile(
+        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\](?! inotify)|\(os error (28|122)\)"
+        r"|\[WinError (112|39|1295)\]|There is not enough space on the disk"
+        r"|Not enough free space to write \d+ bytes|\b\d+ requested and \d+ written"  # NumPy
+        r"|database or disk is full",  # SQLite
+        re.IGNORECASE,
+    ),
 }
 
 UNRESOLVED = re.compile(

@@ -116,6 +116,14 @@ LIBRARY = re.compile(r"/torch/lib/|/nvidia/\w+/lib/|(^|/)lib(torch|c10)\w*\.so|/
 SYMBOL = re.compile(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
 """Symbols that only torch's libraries have."""
 
+WRITE_FAILED = re.compile(
+    r"PytorchStreamWriter failed writing |inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+",
+    re.IGNORECASE,
+)
+"""Words of `torch.save` where a write failed, or wrote less than it was given: for what reason, they
+do not say. So does "iostream error", which others write, too.
+"""
+
 LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
 """All that torch says when a worker of a DataLoader has ended and not by a signal."""
 

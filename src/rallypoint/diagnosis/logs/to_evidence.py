@@ -40,7 +40,7 @@ _FINAL = ("ssh-unresolved", "scheme-unknown", "models-differ", "host-unresolved"
 _OF_ONE_CAUSE = (
     "kernel-failed", "port-in-use", "device-shared", "cuda-forked", "group-missing", "group-twice",
     "parameters-unused", "device-missing", "calls-differ", "main-unguarded", "gpu-memory",
-    "shared-memory", "host-memory",
+    "shared-memory", "host-memory", "disk-full",
 )  # fmt: skip
 """Causes that make errors one, though their words and places differ."""
 
