@@ -269,3 +269,58 @@ def test_a_line_of_unknown_words_is_shown_beside_consequences() -> None:
     report = _told("the switch was lost: node 7 is dead\n" + lost)
     assert report.code == "cause-unknown"
     assert "line 1, before that: the switch was lost: node 7 is dead" in report.evidence
+
+
+ENDED_BY_9 = "E0501 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 1 (pid: 4321) of binary: python\n"
+
+
+@pytest.mark.parametrize(
+    ("victim", "confidence", "of"),
+    [
+        ("4321 (python)", "certain", ""),
+        ("999 (java)", "likely", "process 999 (java)"),
+        ("999 (java), UID 0,", "likely", "process 999 (java)"),
+    ],
+)
+@pytest.mark.parametrize("words", ["Out of memory:", "Memory cgroup out of memory:"])
+def test_the_kernel_may_have_killed_another_process(
+    words: str, victim: str, confidence: str, of: str
+) -> None:
+    killed = f"[12345.6] {words} Killed process {victim} total-vm:100kB\n"
+    report = _told(f"step 1\n{killed}step 2\n{ENDED_BY_9}")
+    assert (report.code, report.confidence) == ("rank-out-of-memory", confidence)
+    assert report.headline.startswith("local rank 1 ")
+    assert of in report.why
+
+
+def test_a_kill_of_a_process_that_is_no_rank_is_told_with_its_name() -> None:
+    killed = "[12345.6] Out of memory: Killed process 999 (java) total-vm:100kB\n"
+    failed = ENDED_BY_9.replace("-9", "1")
+    report = _told(f"{killed}[rank1]: KeyError: 'k'\n{failed}")
+    assert report.confidence == "likely"
+    assert report.headline.startswith("process 999 (java) ")
+
+
+WORKER_ENDED = (
+    "[rank0]: RuntimeError: DataLoader worker (pid 33) is killed by signal: Terminated. \n"
+)
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        "W0501 agent/server/api.py:704] Received Signals.SIGTERM death signal, shutting down workers\n",
+        "W0501 agent/server/api.py:704] Received 15 death signal, shutting down workers\n",
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 10 got signal: 15\n",
+        "slurmstepd: error: *** JOB 9 ON gpu-12 CANCELLED AT 2024-06-01T09:00:12 DUE TO TIME LIMIT ***\n",
+    ],
+)
+def test_a_loaders_worker_that_ended_with_a_stop_is_no_cause(stop: str) -> None:
+    """Whoever stops a job sends SIGTERM to all of its processes."""
+    after = diagnose(Reader("train.log").read([f"step 1\n{stop}{WORKER_ENDED}".encode()]))
+    assert [one.code for one in after] == ["interrupted"]
+    before = _told(f"step 1\n{WORKER_ENDED}{stop}")
+    assert (before.code, before.ranks) == ("rank-killed", (0,))
+    killed = _told(stop + WORKER_ENDED.replace("Terminated", "Killed"))
+    assert killed.code == "interrupted"
+    assert killed.confidence == "likely"

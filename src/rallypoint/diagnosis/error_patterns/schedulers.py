@@ -127,6 +127,8 @@ _STARTED = (
     r"(?:\.exe)?(?![\w.-])"
 )
 SERVICE = "the service that ran it"
+# Python up to 3.10 has the name, and later ones the number.
+_SIGNAL = r"(?:(?P<signal>\d+)|Signals\.(?P<name>SIG\w+))"
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 _LINES = (
     _line(
@@ -381,12 +383,12 @@ _LINES = (
     ),
     _line(
         "death signal",
-        r"Received (?P<signal>\d+) death signal, shutting down workers",
+        rf"Received {_SIGNAL} death signal, shutting down workers",
         Sign.INTERRUPTED,
     ),
     _line(
         "got signal",
-        r"SignalException: Process \d+ got signal: (?P<signal>\d+)",
+        rf"SignalException: Process \d+ got signal: {_SIGNAL}",
         Sign.INTERRUPTED,
     ),
     _line(

@@ -19,7 +19,7 @@ from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.classify import Meaning
 from rallypoint.diagnosis.error_patterns import python, schedulers
 from rallypoint.diagnosis.evidence import Ended, JobEvidence, NodeEvidence, Raised, RankEvidence
-from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
+from rallypoint.diagnosis.log_events import Findings, Sighting, Sign, Speaker
 from rallypoint.diagnosis.report import Report
 from rallypoint.world import ranks_phrase
 
@@ -48,6 +48,8 @@ _KILLERS = (
     "Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS", schedulers.SERVICE,
 )  # fmt: skip
 """Those that end processes for lack of memory, beside the kernel."""
+_VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
+"""The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
 
@@ -95,7 +97,11 @@ class _Log:
         self._findings = findings
         self._seen = findings.sightings
         self._ends = _ends(findings)
-        self._errors = [s for s in self._seen if s.has_error and not classify.is_stop(s.error)]
+        self._errors = [
+            s
+            for s in self._seen
+            if s.has_error and not classify.is_stop(s.error) and not self._ended_by_stop(s)
+        ]
         self._own = [s for s in self._errors if not _is_dump(s) and _is_own(s.error)]
         self._sure = [s for s in self._own if not s.went_on or _is_final(s)]
         self._handled = [s for s in self._own if s not in self._sure]
@@ -106,6 +112,22 @@ class _Log:
             # A process ended with an error, and this is the last one that the log has.
             self._sure, self._handled = self._handled[-1:], []
         self.program = _program(self._sure or self._errors)
+
+    def _ended_by_stop(self, sighting: Sighting) -> bool:
+        """Tell whether an error is a DataLoader's word that SIGTERM ended its worker, after the job
+        was stopped: whoever stops a job sends that to all of its processes.
+        """
+        worker = classify.loader_killed(sighting.error)
+        at = sighting.place
+        return (
+            worker is not None
+            and worker[1] == SIGTERM
+            and any(
+                s.place.log != at.log or s.place.line < at.line
+                for s in self._seen
+                if s.sign is Sign.INTERRUPTED
+            )
+        )
 
     # --- exceptions
 
@@ -239,10 +261,21 @@ class _Log:
         by = {s.end.by for s in words}
         name = next((one for one in _KILLERS if one in by), "the kernel")
         told = tuple(s.text for s in words if s.text)
-        ended = Ended(signal=int(SIGKILL))
+        ended, first = Ended(signal=int(SIGKILL)), words[0]
+        doubt = _GOES_ON if first.went_on else ""
+        victims = {int(found[1]): found[0] for found in map(_VICTIM.search, told) if found}
+        if not first.speaker.known and (killed or victims):
+            of = self._name(killed[0]) if killed else next(iter(victims.values()))
+            first = msgspec.structs.replace(first, speaker=Speaker(name=of))
+        known = {s.end.pid for s in self._ends} - {0}
+        if victims and known and not known & victims.keys():
+            pids = " and ".join(map(str, sorted(known)))
+            doubt = (
+                doubt
+                or f"that is of {' and '.join(victims.values())}, and what the launcher says to have ended has pid {pids}"
+            )
         for number in numbers or [-1]:
-            doubt = _GOES_ON if words[0].went_on else ""
-            yield self._rank(words[0], number, ended=ended, killed_by=name, said=told, doubt=doubt)
+            yield self._rank(first, number, ended=ended, killed_by=name, said=told, doubt=doubt)
 
     def _dumps(self) -> Iterable[RankEvidence]:
         """Make evidence of what native code left: faulthandler's dumps, uncaught exceptions of
