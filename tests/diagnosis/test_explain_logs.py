@@ -39,6 +39,7 @@ def test_a_log_of_the_corpus(one: Expected) -> None:
     if one.line:
         assert report.logs == (f"{one.path.name}:{one.line}",)
     assert "rallypoint had sent" not in render.text(reports)
+    assert "rank -1" not in render.text(reports)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 4096])

@@ -324,3 +324,37 @@ def test_a_loaders_worker_that_ended_with_a_stop_is_no_cause(stop: str) -> None:
     killed = _told(stop + WORKER_ENDED.replace("Terminated", "Killed"))
     assert killed.code == "interrupted"
     assert killed.confidence == "likely"
+
+
+NO_EXCEPTION = "terminate called without an active exception\n"
+PEER_LOST = "[rank0]: RuntimeError: [x/pair.cc:553] Connection closed by peer [10.0.0.1]:4\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "confidence", "ranks"),
+    [
+        # An exception, or a lost peer, is how the process came to its end.
+        (NO_EXCEPTION + "[rank2]: KeyError: 'b'\n", "rank-raised", "certain", (2,)),
+        (NO_EXCEPTION + PEER_LOST, "cause-unknown", "certain", ()),
+        # Nothing else tells of it, or nothing else of the rank that the launcher says aborted.
+        ("step 1\n" + NO_EXCEPTION, "rank-crashed", "likely", ()),
+        (
+            NO_EXCEPTION + PEER_LOST + ENDED_BY_9.replace("-9", "-6"),
+            "rank-crashed",
+            "likely",
+            (),
+        ),
+    ],
+)
+def test_a_thread_that_outlives_its_process_is_no_exception_of_cpp(
+    log: str, code: str, confidence: str, ranks: tuple[int, ...]
+) -> None:
+    report = _told(log)
+    assert (report.code, report.confidence, report.ranks) == (code, confidence, ranks)
+
+
+def test_a_process_without_a_rank_has_no_number() -> None:
+    failed = "[rank1]: ValueError: b\n"
+    lost = "oops [x/pair.cc:553] Connection closed by peer [10.0.0.1]:4\n"
+    assert "the log does not name lost the connection to a peer" in _told(failed + lost).then
+    assert "rank -1" not in _told(failed + lost + PEER_LOST).then

@@ -82,4 +82,7 @@ _BECAME = {
 def _sentence(job: JobEvidence, ranks: Sequence[int], words: str) -> str:
     if len(ranks) == 1:
         words = words.replace("were ", "was ", 1).replace("go on", "goes on")
-    return f"{cases.placed(job, ranks)} {words}"
+    known = [rank for rank in ranks if rank >= 0]
+    names = [cases.placed(job, known)] if known else []
+    names += ["a process that the log does not name"] if -1 in ranks else []
+    return f"{' and '.join(names)} {words}"

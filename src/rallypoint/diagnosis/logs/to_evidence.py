@@ -51,6 +51,7 @@ _KILLERS = (
 _VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
+_THREAD_LEFT = "these words are no exception of C++: a thread still ran when the process left, and why it left is not in the log"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
 
 
@@ -281,7 +282,12 @@ class _Log:
         """Make evidence of what native code left: faulthandler's dumps, uncaught exceptions of
         C++.
         """
+        hurt = self._errors or any(s.sign in (Sign.WATCHDOG, Sign.LOST) for s in self._seen)
+        aborted = {s.end.rank for s in self._ends if s.end.signal == SIGABRT} - self._spoke
         for sighting in filter(_is_dump, self._seen):
+            without = "without an active exception" in sighting.text
+            if without and (self._sure or (hurt and not aborted)):
+                continue  # it is how the process of one of these left
             told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
             number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
             for rank in _numbers(sighting):
@@ -292,6 +298,7 @@ class _Log:
                     uncaught=sighting.error if sighting.has_error else None,
                     stack_text="\n".join(sighting.lines),
                     said=sighting.lines,
+                    doubt=_THREAD_LEFT if without else "",
                 )
 
     def _of_end(self, sighting: Sighting, doubt: str = "") -> RankEvidence:
