@@ -12,7 +12,7 @@ import threading
 import pytest
 from bench.log_corpus import Expected, expected
 
-from rallypoint.diagnosis import render
+from rallypoint.diagnosis import render, tracebacks
 from rallypoint.diagnosis.catalogue import CATALOGUE
 from rallypoint.diagnosis.logs import log_files, prefixes
 from rallypoint.diagnosis.logs.line_filter import Sifter, as_utf8, shown
@@ -1298,6 +1298,12 @@ def test_a_write_that_failed_says_where_to_look_for_room(log: str, confidence: s
     assert report.help[0].command == "df -h"
     assert "full" in report.why
     assert "saving failed" not in report.headline
+    if CLOSING in log:  # the first traceback begins in torch, which caught it
+        assert report.where == "train.py:8 in <module> (torch save), rank 0"
+        bare = (log.replace("[rank0]: ", "")).splitlines()
+        error = tracebacks.exception_in(bare)
+        assert error is not None
+        assert [frame.function for frame in error.frames] == ["<module>", "save", "_save"]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,17 @@ def test_the_first_of_a_chain(
     assert exception_capture.raised(caught.value).is_open == is_open
 
 
+def test_the_frames_of_the_first_of_a_chain_begin_where_the_program_does() -> None:
+    """Its own traceback begins where it was caught. torch.save catches what a full disk raises, and
+    the report named a line of torch's instead of the program's.
+    """
+    with pytest.raises(AssertionError) as caught:
+        hidden_by_finally()
+    here = sys._getframe().f_code.co_name
+    frames = exception_capture.raised(caught.value).frames
+    assert [frame.function for frame in frames] == [here, "hidden_by_finally"]
+
+
 def _hiding() -> None:
     try:
         raise RuntimeError("Connection closed by peer")

@@ -17,6 +17,16 @@ class Frame(msgspec.Struct, frozen=True):
     source: str = ""  # the source line, stripped; "" when unknown
 
 
+def joined(outer: tuple[Frame, ...], inner: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames of an exception below those that led to where it was caught: they stand in
+    the traceback of the one that came then, and its own begins there.
+    """
+    for at, frame in enumerate(outer):
+        if inner and (frame.file, frame.function) == (inner[0].file, inner[0].function):
+            return outer[:at] + inner
+    return inner or outer
+
+
 MESSAGE_BYTES = 16 * 1024
 """Bytes of an exception's message that are kept: every message of torch's is shorter, and nearly a
 hundred regular expressions are searched for in each.

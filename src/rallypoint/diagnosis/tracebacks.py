@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis.raised import Frame, Raised, cut
+from rallypoint.diagnosis.raised import Frame, Raised, cut, joined
 
 _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
 
@@ -117,7 +117,8 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         after = lines[end:last]
         if found is None and any(map(str.strip, after[AFTER_END:])):
             return None  # it went on for long after that traceback: the traceback is not its end
-        raised = replace(_with_code(raised, after), is_open=found is not None)
+        frames = joined(found.frames if found else (), raised.frames)
+        raised = replace(_with_code(raised, after), is_open=found is not None, frames=frames)
         found, last = raised, start
         if _DURING not in lines[max(start - 2, 0) : start]:
             break

@@ -10,10 +10,12 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import reduce
 from types import FrameType, TracebackType
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame, Raised
+from rallypoint.diagnosis.raised import joined
 from rallypoint.errors import RallypointError
 from rallypoint.launcher import interruptions
 
@@ -231,14 +233,15 @@ def _frame(filename: str, line: int, function: str) -> Frame:
 
 def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
     """Return the exception that began `error`'s chain, with the whole chain's traceback."""
-    (*_, first), is_open = to_first(error)
+    path, is_open = to_first(error)
+    first = path[-1]
     number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
     filename = first.filename if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
     return Raised(
         type=sayable(type_name(type(first))),
         message=sayable(message_of(first)),
-        frames=frames_of(first.__traceback__ or error.__traceback__),
+        frames=reduce(joined, (frames_of(one.__traceback__) for one in path))[-FRAMES_MOST:],
         traceback=sayable(traceback_text(error)),
         call=call,
         caught_at=caught_at,

@@ -25,6 +25,7 @@ from rallypoint.diagnosis.log_events import (
     Speaker,
     of_rank,
 )
+from rallypoint.diagnosis.raised import joined
 
 HEADER = "Traceback (most recent call last):"
 # lines after an exception's last line in which its message, or the next of a chain, may still come
@@ -307,8 +308,13 @@ class Traceback(Block):
             closing = _CLOSING.search(error.message)
             if (chosen.type in _TRIED and not closing) or schedulers.of_launcher(chosen):
                 self._chosen = error
-            elif not closing and classify.meaning(error) is classify.Meaning.OWN:
-                self._chosen = msgspec.structs.replace(chosen, is_open=True)
+                return
+            is_open = not closing and classify.meaning(error) is classify.Meaning.OWN
+            self._chosen = msgspec.structs.replace(
+                chosen,
+                is_open=chosen.is_open or is_open,
+                frames=joined(error.frames, chosen.frames),
+            )
         elif self._link == "because" and not classify.says_why(chosen):
             self._chosen = chosen if schedulers.of_launcher(error) else error
 
