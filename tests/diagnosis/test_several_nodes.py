@@ -25,7 +25,9 @@ from rallypoint.diagnosis.causes.case import Case
 from rallypoint.diagnosis.evidence import (
     Ended,
     HelperLost,
+    How,
     JobEvidence,
+    Look,
     LostNode,
     Meeting,
     NodeEvidence,
@@ -82,6 +84,10 @@ def gone(number: int, *ranks: int, **more: Any) -> LostNode:
     return LostNode(number, f"gpu0{number + 1}", ranks, **{**seen, "address": address, **more})
 
 
+def lead(how: How, looked: Look) -> LostNode:
+    return gone(0, how=how, looked=looked)
+
+
 def here(reports: tuple[Report, ...], at: NodeEvidence, after: float) -> tuple[Report, ...]:
     part = render.own_part(reports[0], at.node, at.host, [one.rank for one in at.ranks], after)
     return (msgspec.structs.replace(reports[0], here=part), *reports[1:])
@@ -134,6 +140,22 @@ STORIES_TOLD = [
         ),
         "node-lost",
         (4, 5, 6, 7),
+        status=75,
+    ),
+    Story(
+        "a-network-fails-for-a-moment-and-a-node-gives-itself-up",
+        job(WAITING, gone=[gone(1, 4, 5, 6, 7, how="left", silent=0.0, looked="refused")]),
+        "node-lost",
+        (4, 5, 6, 7),
+        confidence="likely",
+        status=75,
+    ),
+    Story(
+        "a-silent-node-answers-again",
+        job(WAITING, gone=[gone(1, 4, 5, 6, 7, looked="refused")]),
+        "node-lost",
+        (4, 5, 6, 7),
+        confidence="likely",
         status=75,
     ),
     Story(
@@ -281,12 +303,28 @@ def test_every_story_has_its_job() -> None:
     ("report", "words"),
     [
         (
-            node_causes.lead_lost("gpu01", looked="refused", address="10.0.0.1", buddy="10.0.0.3"),
+            node_causes.lead_lost(lead("connection ended", "refused"), "10.0.0.3"),
             ("error[lead-lost]: node 0 (gpu01)", "its launcher is gone", "10.0.0.3, another node"),
         ),
         (
-            node_causes.lead_lost("gpu01", silent=2.0),
-            ("nothing was heard of its launcher for 2.0 s",),
+            node_causes.lead_lost(lead("lease over", "dropped")),
+            ("nothing was heard of its launcher for 2.0 s", "10.0.0.1 answers no packet"),
+        ),
+        (
+            node_causes.lead_lost(lead("lease over", "refused"), "10.0.0.3"),
+            (
+                "is gone, or has ended the job since it heard nothing of this node (likely)",
+                "help see on both hosts whether a link failed",
+                "killed process",
+            ),
+        ),
+        (
+            node_causes.lead_lost(lead("lease over", "listening")),
+            ("for 2.0 s; 10.0.0.1 takes connections again", "or the launcher stood still (likely)"),
+        ),
+        (
+            node_causes.lead_lost(lead("left", "refused")),
+            ("its launcher has left the job by itself", "its own report says why (likely)"),
         ),
         (
             node_causes.node_isolated("gpu02", "gpu01", silent=2.0, tried=("10.0.0.3: no answer",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -230,6 +231,20 @@ def test_a_lead_that_is_cut_off_is_named_and_ends_by_itself(jobs: Jobs, cut: str
     all_say(running.others(0), "lead-lost", r"node 0\b", at, 3.0)
     running.each[0].wait(10)
     assert codes(running.each[0]) in (["node-lost"], ["node-isolated"]), running.each[0].output()
+
+
+def test_a_link_that_was_down_for_a_moment_is_no_death_of_a_launcher(jobs: Jobs) -> None:
+    """Node 1 said for certain that the lead's launcher was gone, which had only heard nothing of
+    this node: all hosts answer again when they are looked at.
+    """
+    running = Running(jobs)
+    jobs.cluster[1].unplug()
+    time.sleep(1.5)  # TCP is heard again after the lease of 2 s
+    jobs.cluster[1].plug()
+    assert {one.wait(LATE) for one in running.each} == {75}
+    (found,) = re.findall(r"logs +node1:(.*)", running.each[1].output())
+    (report,) = json.loads((Path(found) / "report.json").read_text())
+    assert (report["code"], report["confidence"]) == ("lead-lost", "likely"), report
 
 
 def test_a_node_that_stands_still_is_named_and_ends_when_it_goes_on(jobs: Jobs) -> None:

@@ -141,6 +141,7 @@ def test_a_node_that_is_cut_off_learns_that_others_take_it_for_dead(server: Serv
                 clock = Clock()
                 until(lambda: member.left == 0.0)
                 knew = clock.elapsed()
+                assert member.how_lost == "lease over"
                 assert next(changes).value is rallypoint.ABSENT
                 assert knew <= clock.elapsed()
                 assert knew < 1.0 + LATE
@@ -159,9 +160,17 @@ def test_the_death_of_the_server_is_known_before_the_lease_is_over() -> None:
         server.kill()
         until(lambda: member.left == 0.0)
         assert ORPHAN - 0.1 < clock.elapsed() < 2 * ORPHAN + LATE
+        assert member.how_lost == "connection ended"
         clock = Clock()
         member.close()
         assert clock.elapsed() < BYE_SECONDS * 0.8, "it waited for an answer of a dead server"
+
+
+def test_a_server_that_says_that_it_ends_is_known_by_that(server: Server) -> None:
+    with joined(server.address) as member:
+        server.stop("enough for today")
+        until(lambda: member.left == 0.0)
+        assert member.how_lost == "left"
 
 
 def test_a_server_that_stands_still_is_not_taken_for_dead() -> None:

@@ -156,8 +156,8 @@ class NodeEvidence(msgspec.Struct, frozen=True):
     error: float = 0.0  # seconds by which that sum may be wrong
 
 
-How = Literal["connection ended", "lease over"]
-Look = Literal["", "refused", "silent", "dropped", "unreachable"]
+How = Literal["left", "connection ended", "lease over"]
+Look = Literal["", "refused", "listening", "silent", "dropped", "unreachable"]
 
 
 class LostNode(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.clusters.secret_source import key_path
-from rallypoint.diagnosis.evidence import NodeEvidence
+from rallypoint.diagnosis.evidence import LostNode, NodeEvidence
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.job_diagnosis import FailedAttempt
@@ -32,6 +32,7 @@ from rallypoint.launcher.nodes.messages import (
     Applicant,
     EvidenceOf,
     Failing,
+    Judge,
     Missing,
     Over,
     Refused,
@@ -73,10 +74,13 @@ def join() -> Iterator[Join]:
         ports: tuple[int, ...] = (),
         clock: Clock | None = None,
         count: int = 1,
+        id: str = "0",
     ) -> Membership:
         nodes = _nodes(count=count, rank=rank, ports=ports or (_free_port(),))
         made_for = plan(nodes=nodes, master_port=master_port, max_restarts=1, grace=1.0)
-        applicant = Applicant("0", "host", 1, 1, count, Versions("1", "", "3.11"), "", node_rank=0)
+        applicant = Applicant(
+            id, "host", 1, 1, count, Versions("1", "", "3.11"), "", node_rank=rank
+        )
         membership = Membership(made_for, SECRET, applicant, judge, clock or Clock())
         made.add(membership)
         return membership
@@ -158,6 +162,27 @@ def test_a_fault_in_the_thread_of_the_lead_reaches_the_agent(join: Join) -> None
     membership.send(Failing(0, "rank 0 ended"))
     membership.send(EvidenceOf(0, NodeEvidence()))
     _of_kind(membership, ZeroDivisionError)
+
+
+def test_a_node_that_says_that_it_leaves_is_not_told_as_killed(join: Join) -> None:
+    """A node gave itself up after its network had failed for 1.9 s, and the lead told for certain
+    that its launcher was gone, and how to look for a kill by the kernel."""
+    lost: list[LostNode] = []
+
+    def judge(failed: FailedAttempt) -> Sentence:
+        lost.extend(failed.lost)
+        return Sentence((), 75)
+
+    at = (_free_port(),)
+    lead = join(judge, ports=at, count=2)
+    node = join(no_judge, rank=1, ports=at, count=2, id="1")
+    for one in (lead, node):
+        _of_kind(one, Seated)
+    node.close(1.0)
+    _of_kind(lead, Judge)
+    lead.send(EvidenceOf(0, NodeEvidence()))
+    _of_kind(lead, Sentence)
+    assert [(one.node, one.how) for one in lost] == [(1, "left")]
 
 
 def test_a_message_that_is_none_reaches_the_agent_as_a_fault(join: Join) -> None:

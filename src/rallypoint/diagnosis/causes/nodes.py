@@ -7,22 +7,34 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis.causes.case import Case, whereabouts
+from rallypoint.diagnosis.causes.case import Case, likely, whereabouts
 from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import listed
-from rallypoint.diagnosis.evidence import JobEvidence, Look, LostNode, RankEvidence
+from rallypoint.diagnosis.evidence import JobEvidence, LostNode, RankEvidence
 from rallypoint.diagnosis.report import TEMPORARY, Help, Report
 from rallypoint.world import ranges, ranks_phrase
 
 HOSTS_MOST = 4  # nodes that are named because they told nothing
 
+_HOW = {
+    "left": "its launcher has left the job by itself, as it does when it was cut off or stood still: its own report says why",
+    "connection ended": "the connection of its launcher ended, and it did not come back",
+    "lease over": "nothing was heard of its launcher for {0:.1f} s",
+}
+
 _SEEN = {
-    "refused": "{0} answers, and nothing of the job listens there: the host is up, its launcher is gone",
+    "gone": "{0} answers: the host is up, its launcher is gone",
+    "back": "{0} answers: the host is up, and the launcher stands still, or was cut off for a while",
+    "lead back": "{0} answers, and nothing of the job listens there: its launcher is gone, or has ended the job since it heard nothing of this node",
+    "listening": "{0} takes connections again: the network failed for a while, or the launcher stood still",
     "silent": "{0} takes connections, and nobody answers: its launcher stands still, or has no processor time",
     "dropped": "{0} answers no packet: the host is off, or something between drops packets",
     "unreachable": "the network has no way to {0}: its link is down, or this node's",
 }
 """What a look at a node's host showed, and what follows from it."""
+
+_OPEN = ("left", "back", "lead back", "listening")
+"""Looks that leave it open whether the launcher has failed, or the network for a while."""
 
 
 def lost(case: Case, standing: Sequence[RankEvidence]) -> Report:
@@ -36,12 +48,12 @@ def lost(case: Case, standing: Sequence[RankEvidence]) -> Report:
         lines = []
     seen = [rank for rank in standing if rank.stack]
     return account(
-        case,
+        likely(case) if any(_shown(node) in _OPEN for node in nodes) else case,
         "node-lost",
         f"{_subject(nodes)} lost{_clock_time(job, min(node.at for node in nodes))}",
         why="they fell silent in different ways" if more else why,
         evidence=(*listed(lines), *whereabouts(job, seen, case.root)),
-        help=[_help(nodes[0])],
+        help=_help(nodes[0]),
         ranks=tuple(rank for node in nodes for rank in node.ranks),
         exit_status=TEMPORARY,
     )
@@ -87,53 +99,57 @@ def _clock_time(job: JobEvidence, at: float) -> str:
 
 
 def _why(node: LostNode) -> str:
-    how = "the connection of its launcher ended, and it did not come back"
-    if node.how == "lease over":
-        how = f"nothing was heard of its launcher for {node.silent:.1f} s"
-        if node.looked == "refused":
-            return f"{how}; {node.address or node.host} answers: the host is up, and the launcher stands still or is cut off"
-    return "; ".join(filter(None, (how, _seen(node.looked, node.address or node.host))))
+    how, seen = _HOW[node.how].format(node.silent), _SEEN.get(_shown(node), "")
+    return "; ".join(filter(None, (how, seen.format(node.address or node.host))))
 
 
-def _seen(looked: Look, address: str) -> str:
-    return _SEEN[looked].format(address) if looked else ""
-
-
-def _help(node: LostNode) -> Help:
-    host = node.host or node.address
-    if node.looked == "refused" and node.how != "lease over":
-        ended = "see on that host whether the kernel killed the launcher for lack of memory"
-        return Help(ended, f"ssh {host} \"sudo dmesg -T | grep -i 'killed process'\"")
-    if node.looked in ("silent", "refused"):
-        return Help(
-            "see whether the launcher stands still there (state T)",
-            f"ssh {host} ps -eo pid,stat,args",
-        )
-    return Help(
-        "see whether the host is up, and can be reached from here",
-        f"ping -c 3 {node.address or host}",
-    )
-
-
-def lead_lost(
-    host: str, *, silent: float = 0.0, looked: Look = "", address: str = "", buddy: str = ""
-) -> Report:
-    """Tell on another node that node 0, which led the job, is gone. `silent`: seconds without a
-    sign of it; `looked`, `address`: what was seen at its host; `buddy`: another node's address that
-    answers, so this node is not the one that is cut off.
+def _shown(node: LostNode) -> str:
+    """Return what the look shows beside how the node was lost. Only on node 0 does it matter what
+    listens: on another host it is none of the job's.
     """
-    node = LostNode(
-        0, host, (), "lease over" if silent else "connection ended", 0.0, silent, looked, address
-    )
+    if node.how == "left":
+        return "left"
+    if node.looked == "refused" or (node.looked == "listening" and node.node):
+        back = "back" if node.node else "lead back"
+        return "gone" if node.how == "connection ended" else back
+    return node.looked
+
+
+def _help(node: LostNode) -> list[Help]:
+    shown, host = _shown(node), node.host or node.address
+    help = []
+    if shown in _OPEN:
+        failed = "see on both hosts whether a link failed for a while"
+        help.append(Help(failed, "sudo dmesg -T | grep -i link"))
+    if shown in ("gone", "lead back"):
+        ended = "see on that host whether the kernel killed the launcher for lack of memory"
+        help.append(Help(ended, f"ssh {host} \"sudo dmesg -T | grep -i 'killed process'\""))
+    elif shown in ("silent", "back"):
+        still = "see whether the launcher stands still there (state T)"
+        help.append(Help(still, f"ssh {host} ps -eo pid,stat,args"))
+    return help or [
+        Help(
+            "see whether the host is up, and can be reached from here",
+            f"ping -c 3 {node.address or host}",
+        )
+    ]
+
+
+def lead_lost(node: LostNode, buddy: str = "") -> Report:
+    """Tell on another node that node 0, which led the job, is gone. `buddy`: another node's address
+    that answers: while node 0's host does not, this node is not the one that is cut off.
+    """
+    is_open = _shown(node) in _OPEN
     return Report(
         code="lead-lost",
-        headline=f"node 0 ({host}), which leads the job, was lost",
+        headline=f"node 0 ({node.host}), which leads the job, was lost",
         why=_why(node),
+        confidence="likely" if is_open else "certain",
         evidence=(f"{buddy}, another node of the job, answers: this node is not cut off",)
-        if buddy
+        if buddy and not is_open
         else (),
         then="the ranks of this node were stopped: nobody else can tell what goes on, or start them again",
-        help=(_help(node),),
+        help=tuple(_help(node)),
         exit_status=TEMPORARY,
     )
 

@@ -20,7 +20,7 @@ import msgspec
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import render, root_cause
-from rallypoint.diagnosis.evidence import NodeEvidence
+from rallypoint.diagnosis.evidence import How, LostNode, NodeEvidence
 from rallypoint.diagnosis.node_evidence import cut
 from rallypoint.diagnosis.rank_snapshot import RankStanding, stalled
 from rallypoint.errors import EnvironmentProblem, RallypointError, UsageError
@@ -128,6 +128,7 @@ class OtherNodes:
         self._lease_due = 0.0  # when this node is to look at its lease
         self._stood_still = 0.0  # seconds for which this launcher stood still, and was lost by it
         self._is_lost = False  # the conversation with the lead has ended
+        self._how_lost: How = "connection ended"
         self._membership = Membership(
             plan,
             derived(secret, "coordination"),
@@ -298,6 +299,8 @@ class OtherNodes:
         """
         if not self._is_lost:
             self._is_lost = True
+            # Now: a network that works again brings the connections back.
+            self._how_lost = self._membership.how_lost
             late = self._job.loop.now - self._lease_due
             # The lead's thread has measured `still`. This loop may have planned its next look since
             # it went on, and then it does not seem late.
@@ -438,14 +441,12 @@ class OtherNodes:
         (address, port), buddies = self._membership.lead_address, self._job.seat.buddies
         looks = [Looking(one, port, b"", LOOK_TIMEOUT) for one in (address, *buddies)]
         lead, *others = [(look.address[0], looked(look, 2 * LOOK_TIMEOUT)) for look in looks]
-        answering = next((ip for ip, seen in others if seen == "refused"), "")
-        silent = 0.0 if lead[1] == "refused" else self._timeout
-        if lead[1] in ("refused", "silent") or answering:
-            return nodes.lead_lost(
-                self._lead_host, silent=silent, looked=lead[1], address=address, buddy=answering
-            )
+        answering = next((ip for ip, seen in others if seen in ("refused", "listening")), "")
+        if lead[1] in ("refused", "listening", "silent") or answering:
+            seen = (self._how_lost, 0.0, self._timeout, lead[1], address)
+            return nodes.lead_lost(LostNode(0, lead_host, (), *seen), answering)
         tried = tuple(f"{ip}: {seen}" for ip, seen in (lead, *others))
-        return nodes.node_isolated(here, lead_host, silent=silent, tried=tried)
+        return nodes.node_isolated(here, lead_host, silent=self._timeout, tried=tried)
 
     def _answer(self, question: Ask) -> None:
         """Answer the lead's question where ranks of this node are."""

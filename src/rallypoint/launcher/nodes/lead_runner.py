@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.diagnosis.evidence import Look, LostNode
+from rallypoint.diagnosis.evidence import How, Look, LostNode
 from rallypoint.errors import RallypointError
 from rallypoint.host import ports, threads
 from rallypoint.host.ports import HeldPort
@@ -102,7 +102,7 @@ class LeadRunner:
         self._applicants: dict[str, Applicant] = {}
         # Lost nodes, and looks at their hosts. There is no attempt after a loss.
         self._losses: dict[int, tuple[LostNode, Looking | None]] = {}
-        self._silent: set[tuple[str, int]] = set()  # host and pid: their leases have ended
+        self._ended: dict[tuple[str, int], How] = {}  # by host and pid: sessions without a goodbye
         self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         with contextlib.ExitStack() as undo:
@@ -236,8 +236,7 @@ class LeadRunner:
 
     def _session_ended(self, who: Identity, silent: bool) -> None:
         """Note how a node was lost, before its key goes. Called by the store's thread."""
-        if silent:
-            self._silent.add((who.host, who.pid))
+        self._ended[who.host, who.pid] = "lease over" if silent else "connection ended"
 
     def _stranger_came(self, address: str, because: str) -> None:
         """Have those that wait told of one that was not let in. Called by the store's thread."""
@@ -305,15 +304,15 @@ class LeadRunner:
         node = self._joining.nodes.get(id)
         if node is None:
             return
-        is_silent = (gone.host, gone.pid) in self._silent
+        how = self._ended.get((gone.host, gone.pid), "left")
         address = gone.addresses[0] if gone.addresses else ""
         loss = LostNode(
             node,
             gone.host,
             tuple(self._joining.world.ranks(node)),
-            "lease over" if is_silent else "connection ended",
+            how,
             self._clock.elapsed(),
-            self._nodes.timeout if is_silent else 0.0,
+            self._nodes.timeout if how == "lease over" else 0.0,
             address=address,
         )
         look = None
@@ -388,17 +387,13 @@ class LeadRunner:
 
 
 def looked(look: Looking, timeout: float) -> Look:
-    """Return what a look at another node's host has shown within so many seconds: whatever answers
-    at the old port, the host is up, and the launcher that was there is gone.
-    """
+    """Return what a look at another node's host has shown within so many seconds."""
     seen = look.wait(timeout)
     match seen.outcome if seen is not None else "":
-        case "refused" | "answered" | "closed":
-            return "refused"
-        case "silent":
-            return "silent"
-        case "unreachable":
-            return "unreachable"
+        case "answered" | "closed":
+            return "listening"
+        case "refused" | "silent" | "unreachable" as outcome:
+            return outcome
     return "dropped"
 
 

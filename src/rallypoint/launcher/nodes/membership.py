@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from rallypoint.clock import Clock
+from rallypoint.diagnosis.evidence import How
 from rallypoint.errors import RallypointError, StoreUnreachable
 from rallypoint.host import threads
 from rallypoint.host.interfaces import interfaces
@@ -150,6 +151,11 @@ class Membership:
     def left(self) -> float:
         """Seconds after which the others may take this node for lost; 0 when they may have."""
         return self._member.left if self._member is not None else 0.0
+
+    @property
+    def how_lost(self) -> How:
+        """How the conversation with the lead ended."""
+        return self._member.how_lost if self._member is not None else "connection ended"
 
     def _interface(self, seat: Seat) -> str:
         """Return the interface by which this node reaches the others; "" when it is not known. The

@@ -153,8 +153,8 @@ class SessionEnd:
         self.headline = headline
         self.told = False
         self.again = again
+        self.refusal = refusal
         self._undone = undone
-        self._refusal = refusal
         self._why = why
         self._help = help
 
@@ -162,7 +162,7 @@ class SessionEnd:
         """Make the error for the caller of a request that has no answer, or, without one, for the
         next caller.
         """
-        refusal = self._refusal
+        refusal = self.refusal
         happened = frozenset(refusal.happened) if refusal is not None and refusal.known else None
         if call is None or (self._undone and call.tried < 2):
             outcome: Outcome = "did not happen"

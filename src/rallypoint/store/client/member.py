@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 from rallypoint.host.probe import connecting, set_for_signs_of_life
 from rallypoint.store.address import Address
@@ -83,6 +83,11 @@ class Member(Client):
         """Seconds after which others may take this process for dead; 0 when they may have. To be
         asked at any time, by any thread: it costs a look at the clock."""
         return self._session.left
+
+    @property
+    def how_lost(self) -> Literal["left", "connection ended", "lease over"]:
+        """How it came that `left` is 0: see `Session.how_lost`."""
+        return self._session.how_lost
 
     @property
     def lead_address(self) -> tuple[str, int]:

@@ -20,7 +20,7 @@ import select
 import threading
 from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
@@ -582,6 +582,16 @@ class Session:
         """Seconds after which the server may have ended it: see `member.py`."""
         until = min(self.confirmed + self.ttl * SURE, self._alone + self.orphan)
         return max(0.0, until - self._now()) if self.end is None else 0.0
+
+    @property
+    def how_lost(self) -> Literal["left", "connection ended", "lease over"]:
+        """How it came that `left` is 0: the server has said that it leaves, its last connection
+        ended and there was no other in time, or nothing was heard of the server for so long.
+        """
+        if self.end is not None and self.end.refusal is None:
+            return "left"
+        ended = self._alone + self.orphan < self.confirmed + self.ttl * SURE
+        return "connection ended" if ended else "lease over"
 
     def totals(self) -> tuple[list[int], int, int]:
         """Return requests by kind, and bytes sent and received beside what went by shared memory,
