@@ -114,7 +114,7 @@ def test_only_what_the_page_lists_differs(seen: tuple[dict[str, Any], dict[str, 
     assert differs == several | {
         "descriptors", "environ", "faulthandler", "first environ", "gc/frozen", f"handlers after torch/{ATTENTION_SIGNAL:d}",
         f"handlers/{ATTENTION_SIGNAL:d}", "logging after torch/loggers",
-        "modules", "modules after torch", "prctl/pdeathsig", "status/SigCgt", "status after torch/SigCgt",
+        "hooks after torch", "modules", "modules after torch", "prctl/pdeathsig", "status/SigCgt", "status after torch/SigCgt",
         "sys/meta_path", "sys/path_importer_cache", "warnings",
     }  # fmt: skip
 

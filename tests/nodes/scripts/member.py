@@ -1,8 +1,8 @@
 """member.py HOST PORT SECRET TTL [lead]: a member of a job as a node's agent is, without a job.
 
 Prints what it learns, with the moment (CLOCK_MONOTONIC, which all nodes of this machine share):
-`joined`, `here NAME` and `gone NAME` of each node (only the lead), `alone` when others may take it
-for dead. The lead serves the store as well.
+`joined`, `here NAME` and `gone NAME` of each node (only the lead), `alone UNTIL` when others may take
+it for dead: until when it knew that they do not. The lead serves the store as well.
 """
 
 import socket
@@ -20,9 +20,11 @@ def say(*words):
 
 
 def watch_itself(member):
-    while member.left > 0.0:
+    until = 0.0
+    while (left := member.left) > 0.0:
+        until = time.monotonic() + left
         time.sleep(0.005)
-    say("alone")
+    say("alone", until)
 
 
 host, port, secret, ttl = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]), float(sys.argv[4])

@@ -181,8 +181,7 @@ class Console:
         )
 
     def say_children(self, ranks: Sequence[RankHandle], reports: Sequence[Report]) -> None:
-        """Say which processes of the ranks' programs failed without the program noticing. Those of
-        a rank that was stopped were stopped with it; who reads `reports`, or what a rank raised,
+        """Say which processes of the ranks' programs failed without the program noticing; who reads `reports`, or what a rank raised,
         knows of those that they name.
         """
         words = [error.traceback for handle in ranks for error in handle.errors()]
@@ -192,7 +191,7 @@ class Console:
             (handle.rank, child)
             for handle in ranks
             for child in handle.children.children
-            if not handle.sent and str(child.pid) not in named
+            if str(child.pid) not in named
         ]
         if not found:
             return

@@ -93,7 +93,7 @@ class WorkerMessages:
                 job.spawn_monitor.tells(handle, message, fds)
             case ForksCuda(line, first):
                 handle.cuda_forks.append((line, first))
-            case ChildrenFailed(children):
+            case ChildrenFailed(children) if not handle.sent:  # else they were ended with it
                 handle.children = message
                 event("children-failed", rank=handle.rank, pids=[one.pid for one in children])
             case Imported(name, seconds):

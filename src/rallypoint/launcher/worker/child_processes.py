@@ -28,6 +28,7 @@ _beyond = [0]  # how many failed beyond TOLD_MOST
 _unguarded: dict[str, bool] = {}
 # Pid of the process that has registered: a child begins without its parent's finalizers.
 _registered: list[int] = []
+_tells: list[_Tell] = []
 
 
 def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
@@ -40,6 +41,7 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
     if hasattr(kind.start, "_rallypoint"):
         return
     look = kind.exitcode.fget
+    _tells.append(tell)
 
     def start(original: Callable[[Any], None], self: Any) -> None:
         # Not at the top: multiprocessing is being imported while this module wraps it.
@@ -118,6 +120,15 @@ def _ended(pid: int, code: int) -> None:
         )
     else:
         _beyond[0] += 1
+
+
+def tell_failed() -> None:
+    """Tell of those that failed until now, before the launcher ends this process, and them."""
+    if _started and _registered == [os.getpid()]:
+        from multiprocessing import active_children
+
+        active_children()  # looks at all of them
+        _tell(_tells[0])
 
 
 def _tell(tell: _Tell) -> None:

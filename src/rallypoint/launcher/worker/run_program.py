@@ -19,7 +19,7 @@ from rallypoint.host import archives
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import AtPhase, Leaving, Uncatch, Uncaught
-from rallypoint.launcher.worker import gloo
+from rallypoint.launcher.worker import child_processes, gloo
 from rallypoint.launcher.worker.traceback_output import StderrAsGiven
 from rallypoint.launcher.worker.worker_hooks import Hooks
 
@@ -101,6 +101,7 @@ def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
     for serial in exception_capture.serials(error):
         hooks.tell(Uncatch(serial))
     hooks.ended_by(error)
+    child_processes.tell_failed()
     raised = exception_capture.raised(error, call=hooks.call_of(error))
     return hooks.tell(
         Uncaught(raised, printed=printed, keyboard=isinstance(error, KeyboardInterrupt))
