@@ -358,3 +358,69 @@ def test_a_process_without_a_rank_has_no_number() -> None:
     lost = "oops [x/pair.cc:553] Connection closed by peer [10.0.0.1]:4\n"
     assert "the log does not name lost the connection to a peer" in _told(failed + lost).then
     assert "rank -1" not in _told(failed + lost + PEER_LOST).then
+
+
+def _raised_in(path: str, function: str, words: str = "unknown error") -> str:
+    return (
+        "step 100\n[rank5]: Traceback (most recent call last):\n"
+        '[rank5]:   File "/srv/train.py", line 120, in train_step\n[rank5]:     step()\n'
+        f'[rank5]:   File "{SITE}/{path}", line 522, in {function}\n[rank5]:     call()\n'
+        f"[rank5]: RuntimeError: CUDA error: {words}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "code", "confidence"),
+    [
+        ("torch/_tensor.py", "backward", "cuda-kernel-failed", "likely"),
+        ("torch/cuda/__init__.py", "synchronize", "cuda-kernel-failed", "likely"),
+        ("torch/cuda/__init__.py", "_lazy_init", "cuda-init-failed", "certain"),
+    ],
+)
+def test_an_error_that_cuda_has_no_name_for_may_come_long_after_its_start(
+    path: str, function: str, code: str, confidence: str
+) -> None:
+    report = _told(_raised_in(path, function))
+    assert (report.code, report.confidence, report.ranks) == (code, confidence, (5,))
+
+
+XID = "[123.4] NVRM: Xid (PCI:0000:87:00): {}, pid=1234, name=python, it has happened\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["unknown error", "unspecified launch failure", "an illegal memory access", "?"]
+)
+@pytest.mark.parametrize(
+    ("xid", "fault"),
+    [
+        (79, "fell off the bus"),
+        (48, "ECC"),
+        (63, "ECC"),
+        (64, "ECC"),
+        (94, "ECC"),
+        (95, "ECC"),
+        (74, "NVLink"),
+        (119, "firmware"),
+    ],
+)
+def test_a_fault_of_a_gpu_is_told_before_the_error_of_cuda(
+    xid: int, fault: str, words: str
+) -> None:
+    raised = _raised_in("torch/_tensor.py", "backward", words)
+    for log in (XID.format(xid) + raised, raised + XID.format(xid)):
+        report = _told(log)
+        assert (report.confidence, report.ranks) == ("likely", (5,))
+        assert report.headline.startswith("the GPU 0000:87:00 ")
+        assert fault in report.headline
+        assert "NVRM: Xid" in report.evidence[0]
+
+
+def test_an_error_that_a_program_causes_is_only_shown() -> None:
+    raised = _raised_in("torch/_tensor.py", "backward", "an illegal memory access was encountered")
+    report = _told(XID.format(31) + raised)
+    assert (report.code, report.confidence) == ("cuda-kernel-failed", "certain")
+    assert "the GPU" not in report.headline
+    assert "NVRM: Xid" in report.evidence[0]
+    # What is no error of CUDA's has nothing to do with a GPU.
+    other = _told(XID.format(79) + "[rank5]: KeyError: 'k'\n")
+    assert other.headline == "rank 5 raised KeyError: 'k'"

@@ -53,6 +53,7 @@ _SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memor
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 _WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
 _PIPES = re.compile(r"(^|/)(multiprocessing|asyncio)/")
+_STARTING_CUDA = re.compile(r"(^|/)torch/cuda/__init__\.py$")
 _IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
 _SPAWNED = re.compile(
     r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]"
@@ -92,6 +93,18 @@ def _cuda_perhaps_forked(error: Raised) -> bool:
     """
     not_started = torch.CUDA_NOT_STARTED.search(error.message) is not None
     return not_started and _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
+
+
+def _cuda_unknown_at_start(error: Raised) -> bool:
+    """Tell whether CUDA has no name for what failed, and it was to be started: any later call may
+    fail so, too.
+    """
+    starting = (
+        frame.function != "synchronize"
+        for frame in error.frames
+        if _STARTING_CUDA.search(frame.file)
+    )
+    return re.search(torch.CUDA_UNKNOWN, error.message) is not None and any(starting)
 
 
 def _file_ended(error: Raised) -> bool:
@@ -137,6 +150,7 @@ _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
     ),
     "cuda-forked": _cuda_forked,
     "cuda-perhaps-forked": _cuda_perhaps_forked,
+    "cuda-init-failed": _cuda_unknown_at_start,
     # init_process_group, or torch's store, says that the host of the meeting point has no address.
     "host-unresolved": lambda error: (
         (error.call or error.message.startswith("host not found"))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+from msgspec.structs import replace
+
 from rallypoint.diagnosis.causes.case import Case, again, likely, python_of, subject
 from rallypoint.diagnosis.causes.report_form import account
-from rallypoint.diagnosis.causes.wording import first_line, listed, named
+from rallypoint.diagnosis.causes.wording import cut, first_line, listed, named
+from rallypoint.diagnosis.error_patterns import nvidia, torch
 from rallypoint.diagnosis.evidence import Meeting, Raised
+from rallypoint.diagnosis.log_events import Findings
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
@@ -17,6 +21,9 @@ _ASSERTED = re.compile(r"\b(\w{1,100}\.cu:\d+): .{0,300}?Assertion `(.{0,300}?)`
 _FAULT = re.compile(
     r"device-side assert triggered|illegal memory access|misaligned address|unspecified launch failure"
 )
+
+
+_ASK_DRIVER = Help("see what the driver says of the GPUs", "sudo dmesg -T | grep -i nvrm")
 
 
 def kernel_failed(case: Case, error: Raised) -> Report:
@@ -37,6 +44,15 @@ def kernel_failed(case: Case, error: Raised) -> Report:
                 Help(replaced, "sudo nvidia-smi --gpu-reset -i INDEX"),
             ),
         )
+    if re.search(torch.CUDA_UNKNOWN, words):
+        return account(
+            likely(case),
+            "cuda-kernel-failed",
+            f"CUDA failed in {case.subject}: unknown error",
+            error,
+            why="CUDA has no name for it: mostly the GPU or its driver is at fault, and seldom the program",
+            help=(_ASK_DRIVER,),
+        )
     fault = _FAULT.search(words)
     what = fault[0] if fault else words
     why = "kernels run behind the program: the line in the traceback is where it was noticed, mostly not where it was caused"
@@ -56,6 +72,38 @@ def kernel_failed(case: Case, error: Raised) -> Report:
             Help(again, "export CUDA_LAUNCH_BLOCKING=1"),
             Help(
                 "or run the same step on the CPU, which checks what it is given", 'model.to("cpu")'
+            ),
+        ),
+    )
+
+
+_SHOWN = 3  # lines of the driver
+_OF_CUDA = re.compile(r"cuda-(?:kernel|init)-failed|device-(?:busy|missing)|nccl-failed")
+
+
+def with_drivers_word(report: Report, log: Findings) -> Report:
+    """Return the report of an error of CUDA's with what NVIDIA's driver says in the same log: a
+    fault of a GPU is told before an error that it may have led to.
+    """
+    if not (_OF_CUDA.match(report.code) or re.search(r"\bCUDA error\b", report.headline)):
+        return report
+    told = [(s, found) for s in log.sightings if (found := nvidia.XID.search(s.text)) is not None]
+    lines = [f"line {s.place.line}: {cut(s.text, 200)}" for s, _ in told]
+    report = replace(report, evidence=(*lines[:_SHOWN], *report.evidence))
+    faults = [(f["gpu"], f["xid"]) for _, f in told if f["xid"] in nvidia.FAULTS]
+    if not faults or "uncorrectable ECC error" in report.headline:
+        return report
+    gpu, xid = faults[0]
+    look = "see whether the driver still has that GPU, and what it counts"
+    return replace(
+        report,
+        confidence="likely",
+        headline=f"the GPU {gpu} {nvidia.FAULTS[xid]} (Xid {xid}), and {report.headline}",
+        why="the driver tells of the GPU, and no program causes that; whether it is the GPU of this rank is not in the log",
+        help=(
+            Help(look, f"nvidia-smi -q -i {gpu}{'' if '.' in gpu else '.0'}"),
+            Help(
+                "keep jobs off that machine until it was reset, and have it checked if it comes again"
             ),
         ),
     )

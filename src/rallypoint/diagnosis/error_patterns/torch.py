@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 
+CUDA_UNKNOWN = r"CUDA (?:error: |failure \S{1,80} ')unknown error"
+"""Words of CUDA for an error that it has no name for: of whatever call, the first one or a later."""
+
 CAUSES = {
     "main-unguarded": re.compile(r"An attempt has been made to start a new process before the"),
     "variable-missing": re.compile(r"environment variable (\w+) expected, but not set"),
@@ -67,7 +70,7 @@ CAUSES = {
         r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed"
         r"|driver version is insufficient|nvidia-container-cli: initialization error"
         r"|CUDA (error: |failure \S{1,80} ')(initialization error|system not yet initialized"
-        r"|system has unsupported display driver|unknown error)"
+        r"|system has unsupported display driver)"
         r"|cuda runtime error \((3|30)\)"  # before torch 1.5
         r"|Unexpected error from cudaGetDeviceCount"
         r"|Driver/library version mismatch|forward compatibility was attempted on non supported HW"
@@ -88,6 +91,7 @@ CAUSES = {
         r"|uncorrectable (ECC|NVLink) error (encountered|detected)|unspecified launch failure|hardware stack error"
         r"|the launch timed out and was terminated|(error|failure)\b.{0,20}\b(misaligned address"
         r"|invalid program counter)|CUDA_ERROR_(ILLEGAL|LAUNCH_(FAILED|TIMEOUT)|MISALIGNED|ASSERT|ECC_)"
+        rf"|{CUDA_UNKNOWN}"
         # ROCm
         r"|(Memory access fault|HW Exception) by GPU node-\d+"
         r"|HSA_STATUS_ERROR_(MEMORY_(APERTURE|FAULT)|ILLEGAL|EXCEPTION)"
