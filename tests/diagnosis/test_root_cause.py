@@ -1750,6 +1750,23 @@ HISTORIES = [
         "likely",
     ),
     History(
+        "who-loses-one-that-gave-up-waited-too",
+        job(
+            waited(
+                0,
+                "Timed out waiting 4000ms for recv operation to complete",
+                call="all_reduce",
+                phase="running",
+            ),
+            lost(1, order=2, at=4.1),
+            rank(2, stack=LOADING),
+        ),
+        "ranks-missing",
+        (2,),
+        "rank 0 waited in all_reduce until the timeout; rank 2 never came",
+        "likely",
+    ),
+    History(
         "everybody-lost",
         job(lost(0, order=1, at=1.6), lost(1, order=0, at=1.5), memory=COUNTED),
         "cause-unknown",

@@ -240,7 +240,9 @@ def _waited_alone(scene: Scene) -> Report | None:
     if not scene.waited:
         return None
     waited, error = [v for v, _ in scene.waited], scene.waited[0][1]
-    only, absent = len(waited) == len(scene.hurt), _absent(scene)
+    absent, since = _absent(scene), moment(waited[0])
+    # A rank that gives up closes its connections: the others lose it then.
+    only = all(v.kind is Kind.WAITED or moment(v) >= since > 0 for v in scene.hurt)
     own = all(not one.call for _, one in scene.waited)
     keys = all(classify.keys_of_program(one.message) for _, one in scene.waited)
     if own and keys and only and len(waited) == len(scene.verdicts):
