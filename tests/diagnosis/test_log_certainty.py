@@ -424,3 +424,16 @@ def test_an_error_that_a_program_causes_is_only_shown() -> None:
     # What is no error of CUDA's has nothing to do with a GPU.
     other = _told(XID.format(79) + "[rank5]: KeyError: 'k'\n")
     assert other.headline == "rank 5 raised KeyError: 'k'"
+
+
+BY_TERM = "run.sh: line 3: 1234 Terminated              timeout 3600 python train.py\n"
+
+
+@pytest.mark.parametrize("line", [BY_TERM, "srun: error: gpu013: task 0: Terminated\n"])
+def test_a_word_of_sigterm_that_stands_alone_is_a_stop(line: str) -> None:
+    last = _told("epoch 3\n" + line)
+    assert (last.code, last.confidence) == ("interrupted", "likely")
+    # A script ends its own helpers so, and a failure has stops behind it.
+    assert _told(line + "step 1\nstep 2\nstep 3\n").code == "cause-unknown"
+    for log in (line + "[rank1]: KeyError: 'k'\n", "[rank1]: KeyError: 'k'\n" + line):
+        assert _told(log).headline == "rank 1 raised KeyError: 'k'"

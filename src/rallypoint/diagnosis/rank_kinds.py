@@ -12,7 +12,7 @@ from rallypoint.diagnosis.causes.wording import CRASHES, signal_name
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.node_evidence import of_one_clock
 
-SIGKILL, SIGABRT, SIGPIPE = 9, 6, 13
+SIGKILL, SIGABRT, SIGPIPE, SIGTERM = 9, 6, 13, 15
 # Seconds after a lost connection in which what its rank raises is taken for a consequence of it,
 # when somebody had gone: enough for clearing up, too little for a program that has opened a new
 # group without who is missing and works on.

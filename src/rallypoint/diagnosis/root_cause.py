@@ -42,6 +42,7 @@ from rallypoint.diagnosis.rank_kinds import (
     HEARD_LATE,
     SAME_MOMENT,
     SIGKILL,
+    SIGTERM,
     STRONG,
     Kind,
     Verdict,
@@ -55,6 +56,8 @@ from rallypoint.world import ranks_phrase
 
 # causes told in full; more than three errors at once are mostly one that nobody has recognised
 MOST_REPORTS = 3
+# lines after the word that SIGTERM ended a process: a script that goes on ended a helper of its own
+MOST_AFTER = 3
 # Seconds between a rank's last words and its exit from which on they are no account of that exit: a
 # program that prints a traceback to leave with needs milliseconds.
 LINGERED = 0.5
@@ -484,6 +487,10 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     found = [v for v in found if v.error is not None] or ([] if scene.hurt else found)
     if found:
         return _reports(job, verdicts, found)
+    ended = [s for s in log.sightings if s.sign is Sign.ENDED and s.end.signal == SIGTERM]
+    nothing_else = all(verdict.kind is Kind.STOPPED for verdict in verdicts)
+    if ended and nothing_else and log.lines - ended[-1].place.line < MOST_AFTER:
+        return (stops.ended_by_a_stop(ended[-1]),)
     return (absent_in_log(scene, log),)
 
 

@@ -204,6 +204,18 @@ def interrupted_in_log(stop: Sighting) -> Report:
     return Report("interrupted", what, why=why, help=tuple(helps), logs=stop.place.shown)
 
 
+def ended_by_a_stop(end: Sighting) -> Report:
+    """Tell that SIGTERM ended a process, which is all that a log has."""
+    return Report(
+        "interrupted",
+        "a process was stopped by SIGTERM",
+        why=f"{end.end.by} says so; who sent it, and whether that was the whole job, is not in the log",
+        confidence="likely",
+        evidence=(cut(end.text, 200),),
+        logs=end.place.shown,
+    )
+
+
 def reported(headline: Sighting) -> Report:
     """Tell of a report of rallypoint's own, which stands in the log of a job that it ran."""
     found = re.search(schedulers.REPORTED, headline.text)
