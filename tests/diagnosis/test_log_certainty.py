@@ -437,3 +437,36 @@ def test_a_word_of_sigterm_that_stands_alone_is_a_stop(line: str) -> None:
     assert _told(line + "step 1\nstep 2\nstep 3\n").code == "cause-unknown"
     for log in (line + "[rank1]: KeyError: 'k'\n", "[rank1]: KeyError: 'k'\n" + line):
         assert _told(log).headline == "rank 1 raised KeyError: 'k'"
+
+
+CHECKS = (
+    "F0501 12:00:00.000000 123 shard_reader.cc:50] Check failed: n > 0 (0 vs. 0) empty shard\n",
+    "F0000 00:00:1714557600.000000    123 shard_reader.cc:50] Check failed: n > 0 (0 vs. 0) empty shard\n",
+    "2024-05-01 12:00:00.000000: F external/data/shard_reader.cc:50] Check failed: n > 0 (0 vs. 0) empty shard\n",
+)
+CHECKS_TRACE = (
+    "*** Check failure stack trace: ***\n    @     0x7f0000000000  google::LogMessage::Fail()\n"
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("trace", ["", CHECKS_TRACE])
+@pytest.mark.parametrize(
+    ("end", "who", "lost"),
+    [
+        ("Aborted (core dumped)\n", "the program", ""),
+        (ENDED_BY_9.replace("-9", "-6"), "local rank 1", ""),
+        (ENDED_BY_9.replace("-9", "-6"), "local rank 1", PEER_LOST),
+    ],
+)
+def test_a_check_that_failed_is_the_word_of_the_process_that_aborted(
+    check: str, trace: str, end: str, who: str, lost: str
+) -> None:
+    report = _told(f"step 1\n{check}{trace}{lost}{end}")
+    assert (report.code, report.confidence) == ("rank-crashed", "certain")
+    assert report.headline.startswith(f"{who} crashed")
+    assert any("n > 0 (0 vs. 0) empty shard" in line for line in report.evidence)
+    assert report.said[0].lines[0] == check.strip()
+    assert report.logs == ("train.log:2",)
+    with_rank = _told(f"[rank3]: {check}{end}")
+    assert with_rank.ranks == (3,)

@@ -163,7 +163,8 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
     ]
     helps = []
     if rank.uncaught is not None:
-        evidence.append(f"an exception of C++ that nobody caught: {named(rank.uncaught)}")
+        what = "an exception of C++ that nobody caught" if rank.uncaught.type else "its last words"
+        evidence.append(f"{what}: {named(rank.uncaught)}")
     if number == signals.SIGBUS:
         helps.append(Help("see whether shared memory is full", "df -h /dev/shm"))
         if not in_log:

@@ -69,6 +69,11 @@ _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
 _GATHERED = re.compile(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
 _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
 _WHAT = re.compile(r"^ *what\(\): *(.*)$")
+# glog's and absl's last words, and TensorFlow's
+_CHECK = re.compile(
+    r"^(?:F\d{4} .{0,60}?|\d{4}-\S+ \S+: F )(?P<place>[\w./-]+:\d+)\] (?P<words>Check failed: .+)$"
+)
+_CHECKS_TRACE = re.compile(r"^\*\*\* Check failure|^ +@ ")
 _DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
 _NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
 
@@ -382,7 +387,7 @@ class Message(Block):
 
 class Crash(Block):
     """A report of native code: faulthandler's dump of the stacks, or the last words of an exception
-    of C++.
+    of C++, or of a check that failed.
     """
 
     def __init__(self, number: int, text: str) -> None:
@@ -390,12 +395,16 @@ class Crash(Block):
         self.lines = [text]
         self._what: list[str] = []
         self._dump = "Fatal Python error" in text
+        self._check = _CHECK.match(text)
+        if self._check is not None:
+            self._what = [f"{self._check['words']} ({self._check['place']})"]
         self._blank = 0
 
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        return "Fatal Python error: " in text or text.startswith("terminate called")
+        told = "Fatal Python error: " in text or text.startswith("terminate called")
+        return told or ("Check failed: " in text and _CHECK.match(text) is not None)
 
     def take(self, number: int, text: str) -> bool:
         """Tell whether the line belongs to it."""
@@ -411,7 +420,7 @@ class Crash(Block):
         elif native(text) or HEADER in text or len(self.lines) > KEPT or not self._goes_on(text):
             self.done = True
             return False
-        elif not self._dump:
+        elif not self._dump and not self._check:
             self._what.append(text)
         self.lines.append(text)
         self.last = number
@@ -423,8 +432,8 @@ class Crash(Block):
         return piece and not (self._dump or self._what) and len(self.lines) < MESSAGE_LINES
 
     def _goes_on(self, text: str) -> bool:
-        if self._dump:
-            return _DUMP.match(text) is not None
+        if self._dump or self._check:
+            return (_DUMP if self._dump else _CHECKS_TRACE).match(text) is not None
         room = 0 < len(self._what) < MESSAGE_LINES
         return room and bool(text.strip()) and _ANOTHERS.match(text) is None
 

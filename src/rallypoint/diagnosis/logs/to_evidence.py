@@ -283,13 +283,17 @@ class _Log:
         C++.
         """
         hurt = self._errors or any(s.sign in (Sign.WATCHDOG, Sign.LOST) for s in self._seen)
-        aborted = {s.end.rank for s in self._ends if s.end.signal == SIGABRT} - self._spoke
+        named = self._spoke - {-1}
+        aborted = [s.end for s in self._ends if s.end.signal == SIGABRT and s.end.rank not in named]
+        nameless = [s for s in self._seen if _is_dump(s) and s.has_error and _rank(s) < 0]
         for sighting in filter(_is_dump, self._seen):
             without = "without an active exception" in sighting.text
             if without and (self._sure or (hurt and not aborted)):
                 continue  # it is how the process of one of these left
             told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
             number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
+            if [sighting] == nameless and len(aborted) == 1:
+                sighting = msgspec.structs.replace(sighting, end=aborted[0])
             for rank in _numbers(sighting):
                 yield self._rank(
                     sighting,
