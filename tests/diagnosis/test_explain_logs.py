@@ -1418,3 +1418,35 @@ def test_a_killed_loader_that_a_library_swallowed_is_one_cause() -> None:
     assert report.headline == "a DataLoader worker of rank 1 was killed by SIGKILL"
     reports = _told(log + raised.format("26401"))
     assert [each.code for each in reports] == ["rank-killed", "rank-raised"]
+
+
+NUMPYS_NOTICE = """\
+A module that was compiled using NumPy 1.x cannot be run in
+NumPy 2.0.1 as it may crash. To support both 1.x and 2.x
+
+Traceback (most recent call last):  File "/srv/train.py", line 1, in <module>
+    import torch
+  File "/opt/py/lib/python3.11/site-packages/torch/__init__.py", line 1382, in <module>
+    from .functional import *  # noqa: F403
+"""
+
+
+@pytest.mark.parametrize(
+    "between", ["", "torch/nn/x.py:20: UserWarning: no _ARRAY_API\n" + "step 1\n"]
+)
+@pytest.mark.parametrize("before", ["", "step 0\n" * 50])
+def test_where_numpy_was_imported_is_no_exception(before: str, between: str) -> None:
+    """NumPy shows its notice with a stack in the form of a traceback, and the program goes on."""
+    notice = before + NUMPYS_NOTICE + between
+    reports = _told(notice + TRACEBACK.format("KeyError: 'image'"))
+    assert [(one.headline, one.confidence) for one in reports] == [
+        ("the program raised KeyError: 'image'", "certain")
+    ]
+    said = reports[0].said[0].lines
+    assert not any("import torch" in line for line in said)
+    unavailable = _told(notice + TRACEBACK.format("RuntimeError: Numpy is not available"))
+    assert any("numpy<2" in one.command for one in unavailable[0].help)
+
+
+def test_numpys_notice_alone_is_no_failure() -> None:
+    assert _told("step 0\n" + NUMPYS_NOTICE + "step 1\n")[0].headline.startswith("nothing in these")

@@ -97,6 +97,19 @@ _HELPS = (
         ),
     ),
     (
+        r"^Numpy is not available$|compiled using NumPy 1\.x|_ARRAY_API not found|numpy\.core\.multiarray failed to import",
+        (
+            Help(
+                "see which NumPy there is: this was built for another, mostly for one below 2",
+                "python -c 'import numpy; print(numpy.__version__)'",
+            ),
+            Help(
+                "then take that one, or a newer build of what needs it",
+                "python -m pip install 'numpy<2'",
+            ),
+        ),
+    ),
+    (
         r"^attempted relative import with no known parent package$",
         (
             Help(

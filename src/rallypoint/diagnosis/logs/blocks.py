@@ -145,6 +145,8 @@ class Traceback(Block):
         self._indent = len(head) if head.isspace() else 0
         self._frames: list[Frame] = []
         self._lines = [text[len(head) :]]
+        # NumPy's notice shows where it was imported, and no exception
+        self._of_numpy = f'{HEADER}  File "' in text
         self.stray = self._tail = self._blank = 0
         self._ended = False
         self._doubtful: tuple[str, str, int] | None = None
@@ -164,6 +166,9 @@ class Traceback(Block):
 
     def take(self, number: int, text: str) -> bool:
         """Tell whether the line belongs to this traceback."""
+        if self._of_numpy:
+            self.done = not text.startswith("  ")
+            return not self.done
         if not self._frames and not self._indent and (deeper := _DEEPER.match(text)) is not None:
             self._indent = len(deeper[1]) - 2  # of a table or a page that was indented as a whole
         body = text[self._indent :] if text[: self._indent].isspace() else text
