@@ -194,6 +194,22 @@ STORIES_TOLD = [
         status=75,
         others=("rank-raised",),
     ),
+    Story(
+        "a-rank-raises-just-after-a-launcher-was-killed",
+        job(
+            node(
+                0,
+                stopped(0),
+                rank(1, 1, raised=msgspec.structs.replace(VALUE, at=3.6), at=3.7),
+            ),
+            gone=[gone(1, 2, 3, how="connection ended", silent=0.5, looked="refused")],
+        ),
+        "node-lost",
+        (2, 3),
+        confidence="likely",
+        status=75,
+        others=("rank-raised",),
+    ),
     Story("a-rank-is-killed-for-memory-on-its-node", KILLED, "rank-out-of-memory", (2,), status=137),
     Story(
         "a-rank-is-killed-and-memory-ran-out-elsewhere",
@@ -389,6 +405,39 @@ def test_a_failure_at_another_step_is_another(words: str, alike: bool) -> None:
     errors = [raised("RuntimeError", words.format(number)) for number in (1, 2)]
     reports = [diagnose(job(node(0, rank(0, 1, raised=error))))[0] for error in errors]
     assert (same_again(reports[0]) == same_again(reports[1])) == alike
+
+
+@pytest.mark.parametrize("how", ["connection ended", "lease over"])
+@pytest.mark.parametrize(
+    ("raised_at", "told", "confidence"),
+    [
+        (3.2, ["rank-raised"], "certain"),
+        (3.493, ["rank-raised"], "certain"),
+        (3.497, ["node-lost", "rank-raised"], "likely"),  # as long as word takes from node to node
+        (3.6, ["node-lost", "rank-raised"], "likely"),
+        (3.99, ["node-lost", "rank-raised"], "likely"),
+        (4.1, ["node-lost"], "certain"),
+    ],
+)
+def test_a_loss_begins_with_the_silence_and_not_with_its_decision(
+    how: How, raised_at: float, told: list[str], confidence: str
+) -> None:
+    """A launcher was killed, a rank of another node raised 0.1 s later, and the report said for
+    certain that the node was lost after that.
+    """
+    error = msgspec.structs.replace(VALUE, at=raised_at)
+    failed = node(0, stopped(0), rank(1, 1, raised=error, at=raised_at + 0.05))
+    reports = diagnose(job(failed, gone=[gone(1, 2, 3, how=how, silent=0.5)]))
+    assert ([one.code for one in reports], reports[0].confidence) == (told, confidence)
+
+
+@pytest.mark.parametrize(("exited_at", "told"), [(3.2, "rank-exited"), (3.6, "node-lost")])
+def test_a_rank_that_leaves_because_of_a_lost_node_is_not_the_cause(
+    exited_at: float, told: str
+) -> None:
+    failed = node(0, stopped(0), rank(1, 3, at=exited_at))
+    loss = gone(1, 2, 3, how="connection ended", silent=0.5)
+    assert [one.code for one in diagnose(job(failed, gone=[loss]))] == [told]
 
 
 def test_a_stop_from_outside_is_no_loss_of_a_node() -> None:

@@ -205,6 +205,20 @@ def test_a_killed_lead_is_named_by_the_others(jobs: Jobs, how: str) -> None:
         assert re.search(rf"logs +{one.node.name}:/", one.output()), one.output()
 
 
+def test_a_rank_that_raises_just_after_a_launcher_was_killed_is_not_told_as_earlier(
+    jobs: Jobs,
+) -> None:
+    """The lead decides half a second after the connection's end, and rank 3 raises before that."""
+    program = RAISES.replace('"5"', '"3"').replace("FOLDER", str(jobs.folder))
+    running = Running(jobs, program)
+    running.each[2].kill()
+    time.sleep(0.1)  # the case itself
+    jobs.write("now", "")
+    for one in running.others(2):
+        assert one.wait(LATE) == 75, one.output()
+        assert codes(one) == ["node-lost", "rank-raised"], one.output()
+
+
 CUTS: dict[str, Callable[[Node], None]] = {
     "link down": lambda node: node.unplug(),
     "dropped": lambda node: node.drop(),

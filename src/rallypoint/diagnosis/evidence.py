@@ -168,7 +168,7 @@ class LostNode(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     how: How
     at: float  # seconds since the lead's start when it was taken for lost
-    silent: float = 0.0  # seconds since its last sign of life then
+    silent: float = 0.0  # seconds since its last sign of life then, or since its connections ended
     looked: Look = ""  # "": nobody looked, or the look has shown nothing yet
     address: str = ""  # that was looked at
     started: bool = True  # its ranks had been started

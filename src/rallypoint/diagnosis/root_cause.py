@@ -144,7 +144,7 @@ def _with_lost_nodes(job: JobEvidence, verdicts: list[Verdict]) -> tuple[Report,
     """Return the causes where nodes were lost: the loss, unless something of a rank's own clearly
     came before. What failed after it may well be a consequence.
     """
-    since = min(one.at - one.silent for one in job.lost) - job.clock_error
+    since = min(one.at - one.silent for one in job.lost) - SAME_MOMENT - job.clock_error
     until = min(one.at for one in job.lost)
     then = nodes.lost_then(job)
     for row in _BEFORE_A_LOSS:

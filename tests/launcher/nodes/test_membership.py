@@ -42,11 +42,16 @@ from rallypoint.launcher.nodes.messages import (
 )
 from rallypoint.launcher.plan import Nodes
 from rallypoint.store.client.member import Member
+from rallypoint.store.limits import ORPHAN
 from rallypoint.store.server.server import Server
+from rallypoint.testing import ChaosProxy
 
 from ..test_plan import plan
 
 SECRET = b"a secret of a test, long enough"
+
+LATE = 0.4
+"""Seconds that a busy machine may need to see that a connection has ended. Less than `ORPHAN`."""
 
 
 def _free_port() -> int:
@@ -78,9 +83,8 @@ def join() -> Iterator[Join]:
     ) -> Membership:
         nodes = _nodes(count=count, rank=rank, ports=ports or (_free_port(),))
         made_for = plan(nodes=nodes, master_port=master_port, max_restarts=1, grace=1.0)
-        applicant = Applicant(
-            id, "host", 1, 1, count, Versions("1", "", "3.11"), "", node_rank=rank
-        )
+        here = os.uname().nodename, os.getpid()  # by which the lead knows a session's process
+        applicant = Applicant(id, *here, 1, count, Versions("1", "", "3.11"), "", node_rank=rank)
         membership = Membership(made_for, SECRET, applicant, judge, clock or Clock())
         made.add(membership)
         return membership
@@ -183,6 +187,32 @@ def test_a_node_that_says_that_it_leaves_is_not_told_as_killed(join: Join) -> No
     lead.send(EvidenceOf(0, NodeEvidence()))
     _of_kind(lead, Sentence)
     assert [(one.node, one.how) for one in lost] == [(1, "left")]
+
+
+def test_a_loss_began_when_the_connections_ended_and_not_when_it_was_decided(join: Join) -> None:
+    """A rank of another node raised between the two, and the loss was told as later than that."""
+    lost: list[LostNode] = []
+
+    def judge(failed: FailedAttempt) -> Sentence:
+        lost.extend(failed.lost)
+        return Sentence((), 75)
+
+    at, clock = (_free_port(),), Clock()
+    lead = join(judge, ports=at, count=2, clock=clock)
+    with ChaosProxy(("127.0.0.1", at[0])) as proxy:
+        way = (int(proxy.address.rpartition(":")[2]),)
+        node = join(no_judge, rank=1, ports=way, count=2, id="1")
+        for one in (lead, node):
+            _of_kind(one, Seated)
+        before = clock.elapsed()
+    ended = clock.elapsed()
+    lead.send(Failing(0, "rank 0 raised ValueError"))
+    lead.send(EvidenceOf(0, NodeEvidence()))
+    _of_kind(lead, Sentence)
+    (loss,) = lost
+    assert (loss.node, loss.how) == (1, "connection ended")
+    assert before < loss.at - loss.silent < ended + LATE
+    assert loss.silent > ORPHAN - 0.01
 
 
 def test_a_message_that_is_none_reaches_the_agent_as_a_fault(join: Join) -> None:

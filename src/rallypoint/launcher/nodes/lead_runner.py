@@ -102,7 +102,8 @@ class LeadRunner:
         self._applicants: dict[str, Applicant] = {}
         # Lost nodes, and looks at their hosts. There is no attempt after a loss.
         self._losses: dict[int, tuple[LostNode, Looking | None]] = {}
-        self._ended: dict[tuple[str, int], How] = {}  # by host and pid: sessions without a goodbye
+        # By host and pid: how sessions without a goodbye ended, and since when nothing was heard.
+        self._ended: dict[tuple[str, int], tuple[How, float]] = {}
         self._inbox: queue.SimpleQueue[NodeEvent | NodeMessage | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         with contextlib.ExitStack() as undo:
@@ -234,9 +235,12 @@ class LeadRunner:
             assert isinstance(applicant, Applicant)
             self._inbox.put(joining.Came(applicant))
 
-    def _session_ended(self, who: Identity, silent: bool) -> None:
+    def _session_ended(self, who: Identity, silent: bool, seconds: float) -> None:
         """Note how a node was lost, before its key goes. Called by the store's thread."""
-        self._ended[who.host, who.pid] = "lease over" if silent else "connection ended"
+        self._ended[who.host, who.pid] = (
+            "lease over" if silent else "connection ended",
+            self._clock.elapsed() - seconds,
+        )
 
     def _stranger_came(self, address: str, because: str) -> None:
         """Have those that wait told of one that was not let in. Called by the store's thread."""
@@ -298,26 +302,22 @@ class LeadRunner:
 
     def _went(self, id: str) -> None:
         """Note that a node has left, or is lost: it is the same to whoever waits for it."""
-        gone = self._applicants.pop(id, None)
-        if gone is None:
+        gone, node = self._applicants.pop(id, None), self._joining.nodes.get(id)
+        if gone is None or node is None:
             return
-        node = self._joining.nodes.get(id)
-        if node is None:
-            return
-        how = self._ended.get((gone.host, gone.pid), "left")
-        address = gone.addresses[0] if gone.addresses else ""
+        at = self._clock.elapsed()
+        how, since = self._ended.get((gone.host, gone.pid), ("left", at))
+        address = gone.addresses[0] if gone.addresses and self._is_running() else ""
         loss = LostNode(
             node,
             gone.host,
             tuple(self._joining.world.ranks(node)),
             how,
-            self._clock.elapsed(),
-            self._nodes.timeout if how == "lease over" else 0.0,
+            at,
+            at - since,
             address=address,
         )
-        look = None
-        if address and self._is_running():
-            look = Looking(address, self.place[1], b"", LOOK_TIMEOUT)
+        look = Looking(address, self.place[1], b"", LOOK_TIMEOUT) if address else None
         self._losses[node] = loss, look
         self._inbox.put(lead.Lost(node, "no sign of life came from its launcher"))
 
@@ -369,7 +369,6 @@ class LeadRunner:
         return msgspec.structs.replace(
             loss,
             looked=looked(look, left) if look is not None else "",
-            address=loss.address if look is not None else "",
             started=self._lead.ranks.have_started(node),
         )
 

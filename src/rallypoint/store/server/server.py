@@ -68,7 +68,7 @@ class Server:
         identity: TlsIdentity | None = None,
         clock: Clock | None = None,
         roster: Roster | None = None,
-        on_end: Callable[[Identity, bool], None] | None = None,
+        on_end: Callable[[Identity, bool, float], None] | None = None,
         on_stranger: Callable[[str, str], None] | None = None,
     ) -> None:
         """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as
@@ -80,10 +80,10 @@ class Server:
         are told, and move there by themselves. `identity`: of TLS, which every client must speak that
         does not come by a Unix socket. `roster`: the launcher's knowledge of the job's
         ranks, for errors that name the missing ones; called by the thread that serves. `on_end`:
-        called by it with the owner of each session that has run out, and whether that was for want
-        of signs of life alone. `on_stranger`: called by it with the address of each client of
-        another job, version or secret, with TLS or without it unlike this side, and why it was not
-        let in.
+        called by it with the owner of each session that has run out, whether that was for want of
+        signs of life alone, and the seconds since the last one, or since its connections ended.
+        `on_stranger`: called by it with the address of each client of another job, version or
+        secret, with TLS or without it unlike this side, and why it was not let in.
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and
         what `hold_port` raises.

@@ -95,14 +95,15 @@ class Loop:
         local: str,
         clock: Clock,
         encrypt: Callable[[socket.socket], socket.socket] | None = None,
-        on_end: Callable[[Identity, bool], None] | None = None,
+        on_end: Callable[[Identity, bool, float], None] | None = None,
         on_stranger: Callable[[str, str], None] | None = None,
     ) -> None:
         """Take the listeners over. `local`: the path that clients are told. `encrypt`: called with
         each TCP connection, returns the plain socket before its TLS. `on_end`: called with
-        the owner of each session whose time is over, and whether that was for want of signs of life
-        alone. `on_stranger`: called with the address of each client of another job, version or
-        secret, with TLS or without it unlike this side, and why it was not let in."""
+        the owner of each session whose time is over, whether that was for want of signs of life
+        alone, and the seconds since the last one, or since its connections ended. `on_stranger`:
+        called with the address of each client of another job, version or secret, with TLS or
+        without it unlike this side, and why it was not let in."""
         self._state = state
         self._secret = secret
         self._job = job
@@ -236,7 +237,8 @@ class Loop:
         try:
             for session in self._state.tick(now):
                 if self._on_end is not None:
-                    self._on_end(session.identity, session.silent)
+                    since = session.heard if session.silent else session.alone
+                    self._on_end(session.identity, session.silent, self._now() - since)
         except Exception:  # the next tick goes on behind the one that failed
             log.exception("the store failed on what ran out; please report this")
         if now >= self._next_sweep:
