@@ -293,6 +293,14 @@ def test_the_kernel_may_have_killed_another_process(
     assert of in report.why
 
 
+def test_a_worker_of_a_rank_that_the_kernel_killed_is_no_other_process() -> None:
+    killed = "[2.6] Out of memory: Killed process 33 (pt_data_worker) total-vm:1kB\n"
+    worker = "[rank0]: RuntimeError: DataLoader worker (pid 33) is killed by signal: Killed. \n"
+    first = _told(killed + worker + ENDED_BY_9.replace("-9", "1"))
+    assert first.code == "rank-out-of-memory"
+    assert "launcher" not in first.why
+
+
 def test_a_kill_of_a_process_that_is_no_rank_is_told_with_its_name() -> None:
     killed = "[12345.6] Out of memory: Killed process 999 (java) total-vm:100kB\n"
     failed = ENDED_BY_9.replace("-9", "1")
@@ -321,6 +329,8 @@ def test_a_loaders_worker_that_ended_with_a_stop_is_no_cause(stop: str) -> None:
     assert [one.code for one in after] == ["interrupted"]
     before = _told(f"step 1\n{WORKER_ENDED}{stop}")
     assert (before.code, before.ranks) == ("rank-killed", (0,))
+    gone = "[rank0]: RuntimeError: DataLoader worker (pid(s) 33, 34) exited unexpectedly\n"
+    assert len(diagnose(Reader("train.log").read([(stop + gone).encode()]))) == 1
     killed = _told(stop + WORKER_ENDED.replace("Terminated", "Killed"))
     assert killed.code == "interrupted"
     assert killed.confidence == "likely"
@@ -351,6 +361,17 @@ def test_a_thread_that_outlives_its_process_is_no_exception_of_cpp(
 ) -> None:
     report = _told(log)
     assert (report.code, report.confidence, report.ranks) == (code, confidence, ranks)
+
+
+def test_a_rank_that_aborted_after_its_watchdog_is_no_cause() -> None:
+    """NCCL's watchdog ends its process so."""
+    timed_out = (
+        "[rank2]:[E501 12:10:00.000 ProcessGroupNCCL.cpp:607] [Rank 2] Watchdog caught collective"
+        " operation timeout: WorkNCCL(SeqNum=100, OpType=ALLREDUCE, NumelIn=1, NumelOut=1,"
+        " Timeout(ms)=600000) ran for 600042 milliseconds before timing out.\n"
+    )
+    table = "Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)\n  exitcode  : -6 (pid: 9)\n"
+    assert _told(timed_out + NO_EXCEPTION + table).code == "cause-unknown"
 
 
 def test_a_process_without_a_rank_has_no_number() -> None:
@@ -388,7 +409,8 @@ XID = "[123.4] NVRM: Xid (PCI:0000:87:00): {}, pid=1234, name=python, it has hap
 
 
 @pytest.mark.parametrize(
-    "words", ["unknown error", "unspecified launch failure", "an illegal memory access", "?"]
+    "words",
+    ["unknown error", "unspecified launch failure", "?", "CUBLAS_STATUS_EXECUTION_FAILED"],
 )
 @pytest.mark.parametrize(
     ("xid", "fault"),

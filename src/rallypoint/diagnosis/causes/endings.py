@@ -189,6 +189,8 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
         evidence += told_by(case)
     status = next((end.status for _, end in ends), "")
     why, confidence = crash_words(number), case.confidence
+    if schedulers.NO_EXCEPTION in rank.stack_text:
+        why = ""
     if number == signals.SIGSEGV and len(stack) >= DEEP and len(set(stack)) <= DIFFERENT:
         why, confidence = "a recursion without an end filled its stack", "likely"
         keep = "keep Python's limit, which ends a recursion by a RecursionError"

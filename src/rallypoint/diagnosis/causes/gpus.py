@@ -85,7 +85,9 @@ def with_drivers_word(report: Report, log: Findings) -> Report:
     """Return the report of an error of CUDA's with what NVIDIA's driver says in the same log: a
     fault of a GPU is told before an error that it may have led to.
     """
-    if not (_OF_CUDA.match(report.code) or re.search(r"\bCUDA error\b", report.headline)):
+    if not (
+        _OF_CUDA.match(report.code) or re.search(r"\bCUDA error\b|\bCU\w+_STATUS_", report.headline)
+    ):
         return report
     told = [(s, found) for s in log.sightings if (found := nvidia.XID.search(s.text)) is not None]
     lines = [f"line {s.place.line}: {cut(s.text, 200)}" for s, _ in told]

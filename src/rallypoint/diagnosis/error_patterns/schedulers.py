@@ -39,6 +39,9 @@ WAITED = re.compile(
     re.IGNORECASE,
 )
 
+NO_EXCEPTION = "terminate called without an active exception"
+"""Words of C++ about a thread that still ran when its process left."""
+
 REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
 """The headline of a report of rallypoint's own."""
 

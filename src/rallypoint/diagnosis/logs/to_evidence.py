@@ -115,20 +115,14 @@ class _Log:
         self.program = _program(self._sure or self._errors)
 
     def _ended_by_stop(self, sighting: Sighting) -> bool:
-        """Tell whether an error is a DataLoader's word that SIGTERM ended its worker, after the job
-        was stopped: whoever stops a job sends that to all of its processes.
+        """Tell whether an error is a DataLoader's word that its worker ended, by no signal or by
+        SIGTERM, after the job was stopped: whoever stops a job sends that to all of its processes.
         """
-        worker = classify.loader_killed(sighting.error)
-        at = sighting.place
-        return (
-            worker is not None
-            and worker[1] == SIGTERM
-            and any(
-                s.place.log != at.log or s.place.line < at.line
-                for s in self._seen
-                if s.sign is Sign.INTERRUPTED
-            )
-        )
+        worker, at = classify.loader_killed(sighting.error), sighting.place
+        if worker[1] != SIGTERM if worker else not classify.loader_gone(sighting.error.message):
+            return False
+        stops = (s.place for s in self._seen if s.sign is Sign.INTERRUPTED)
+        return any(place.log != at.log or place.line < at.line for place in stops)
 
     # --- exceptions
 
@@ -269,6 +263,8 @@ class _Log:
             of = self._name(killed[0]) if killed else next(iter(victims.values()))
             first = msgspec.structs.replace(first, speaker=Speaker(name=of))
         known = {s.end.pid for s in self._ends} - {0}
+        workers = filter(None, (classify.loader_killed(s.error) for s in self._errors))
+        known = known and known.union(pid for pid, _ in workers)
         if victims and known and not known & victims.keys():
             pids = " and ".join(map(str, sorted(known)))
             doubt = (
@@ -282,13 +278,13 @@ class _Log:
         """Make evidence of what native code left: faulthandler's dumps, uncaught exceptions of
         C++.
         """
-        hurt = self._errors or any(s.sign in (Sign.WATCHDOG, Sign.LOST) for s in self._seen)
-        named = self._spoke - {-1}
+        lost = {_rank(s) for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)}
+        named = (self._spoke | lost) - {-1}
         aborted = [s.end for s in self._ends if s.end.signal == SIGABRT and s.end.rank not in named]
         nameless = [s for s in self._seen if _is_dump(s) and s.has_error and _rank(s) < 0]
         for sighting in filter(_is_dump, self._seen):
-            without = "without an active exception" in sighting.text
-            if without and (self._sure or (hurt and not aborted)):
+            without = schedulers.NO_EXCEPTION in sighting.text
+            if without and (self._sure or ((self._errors or lost) and not aborted)):
                 continue  # it is how the process of one of these left
             told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
             number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
