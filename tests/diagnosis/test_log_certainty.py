@@ -296,9 +296,13 @@ def test_the_kernel_may_have_killed_another_process(
 def test_a_worker_of_a_rank_that_the_kernel_killed_is_no_other_process() -> None:
     killed = "[2.6] Out of memory: Killed process 33 (pt_data_worker) total-vm:1kB\n"
     worker = "[rank0]: RuntimeError: DataLoader worker (pid 33) is killed by signal: Killed. \n"
-    first = _told(killed + worker + ENDED_BY_9.replace("-9", "1"))
-    assert first.code == "rank-out-of-memory"
-    assert "launcher" not in first.why
+    failed = ENDED_BY_9.replace("-9", "1")
+    (only,) = diagnose(Reader("train.log").read([(killed + worker + failed).encode()]))
+    assert (only.code, only.confidence, only.ranks) == ("rank-out-of-memory", "certain", (0,))
+    assert only.headline.startswith("a DataLoader worker of rank 0 ")
+    other = _told(killed.replace("33", "34") + worker + failed)
+    assert other.headline.startswith("process 34 (pt_data_worker) ")
+    assert other.confidence == "likely"
 
 
 def test_a_kill_of_a_process_that_is_no_rank_is_told_with_its_name() -> None:

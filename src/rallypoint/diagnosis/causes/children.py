@@ -97,20 +97,22 @@ def loader_killed(case: Case, error: Raised, pid: int, number: int) -> Report:
     if number in CRASHES:
         code, did, why = "rank-crashed", f"crashed with {name}", crash_words(number)
         helps = [LOAD_IN_RANK]
-    elif number == signals.SIGKILL and in_log is not None:
-        why += resources.BY_THE_KERNEL
-        helps = [resources.ASK_THAT_KERNEL, LOAD_IN_RANK]
     elif number == signals.SIGKILL and resources.for_memory(memory, pid):
         certain = workers <= {*memory.killed_pids}
         code, did = (
             "rank-out-of-memory",
             f"{was(case.ranks)} killed by the kernel for lack of memory",
         )
-        why = resources.why_killed(memory, certain=certain)
+        why = "the log has the word of the kernel"
+        if in_log is None:
+            why = resources.why_killed(memory, certain=certain)
         evidence += resources.kills_known(memory, process_ids(sorted(workers)) if certain else "")
         evidence += resident(case.node.ranks)
         helps = resources.less_memory(case.job)
         case = case if certain else likely(case)
+    elif number == signals.SIGKILL and in_log is not None:
+        why += resources.BY_THE_KERNEL
+        helps = [resources.ASK_THAT_KERNEL, LOAD_IN_RANK]
     elif number == signals.SIGKILL:
         evidence += resources.no_kill_known(memory, process_ids(sorted(workers)))
         evidence += resident(case.node.ranks)

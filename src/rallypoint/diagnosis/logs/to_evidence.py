@@ -18,7 +18,14 @@ from rallypoint.diagnosis import classify, confidence, rank_kinds, root_cause, s
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.classify import Meaning
 from rallypoint.diagnosis.error_patterns import python, schedulers
-from rallypoint.diagnosis.evidence import Ended, JobEvidence, NodeEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    JobEvidence,
+    MemoryEvidence,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign, Speaker
 from rallypoint.diagnosis.report import Report
 from rallypoint.world import ranks_phrase
@@ -88,7 +95,8 @@ def evidence_of(findings: Findings) -> JobEvidence:
         *log.stopped(),
     ]
     ranks.sort(key=lambda rank: rank.order)
-    return JobEvidence(log.program, 0, (NodeEvidence(tuple(ranks)),), log=findings)
+    memory = MemoryEvidence(killed_pids=tuple(sorted(log.workers_killed)))
+    return JobEvidence(log.program, 0, (NodeEvidence(tuple(ranks), memory=memory),), log=findings)
 
 
 class _Log:
@@ -113,6 +121,10 @@ class _Log:
             # A process ended with an error, and this is the last one that the log has.
             self._sure, self._handled = self._handled[-1:], []
         self.program = _program(self._sure or self._errors)
+        workers = filter(None, (classify.loader_killed(s.error) for s in self._errors))
+        victims = {_victim(s)[0] for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY}
+        self.workers_killed = victims.intersection(pid for pid, _ in workers)
+        """DataLoader's workers that the kernel names among those that it killed for memory."""
 
     def _ended_by_stop(self, sighting: Sighting) -> bool:
         """Tell whether an error is a DataLoader's word that its worker ended, by no signal or by
@@ -249,6 +261,9 @@ class _Log:
         or Ray.
         """
         words = [s for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY]
+        words = [s for s in words if _victim(s)[0] not in self.workers_killed]
+        known = {s.end.pid for s in self._ends} - {0}
+        words.sort(key=lambda s: _victim(s)[0] not in known)  # that names a rank stands first
         if not words:
             return
         killed = [s for s in self._ends if s.end.signal == SIGKILL]
@@ -258,13 +273,10 @@ class _Log:
         told = tuple(s.text for s in words if s.text)
         ended, first = Ended(signal=int(SIGKILL)), words[0]
         doubt = _GOES_ON if first.went_on else ""
-        victims = {int(found[1]): found[0] for found in map(_VICTIM.search, told) if found}
+        victims = dict(filter(all, map(_victim, words)))
         if not first.speaker.known and (killed or victims):
             of = self._name(killed[0]) if killed else next(iter(victims.values()))
             first = msgspec.structs.replace(first, speaker=Speaker(name=of))
-        known = {s.end.pid for s in self._ends} - {0}
-        workers = filter(None, (classify.loader_killed(s.error) for s in self._errors))
-        known = known and known.union(pid for pid, _ in workers)
         if victims and known and not known & victims.keys():
             pids = " and ".join(map(str, sorted(known)))
             doubt = (
@@ -415,6 +427,14 @@ def _numbers(sighting: Sighting) -> list[int]:
     if unnamed:
         numbers.update(int(number) for found in own for number in found)
     return sorted(numbers - {-1}) or [-1]
+
+
+def _victim(sighting: Sighting) -> tuple[int, str]:
+    """Return the pid of the process that the kernel killed for memory, and what names it; 0 and ""
+    when the words name none.
+    """
+    found = _VICTIM.search(sighting.text)
+    return (int(found[1]), found[0]) if found is not None else (0, "")
 
 
 def _is_dump(sighting: Sighting) -> bool:
