@@ -153,7 +153,7 @@ def test_all_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_that_was_started_again_and_ended_well(capsys: pytest.CaptureFixture[str]) -> None:
     keep("20260102-030405-ab12", [*RAISED[:-1], Event(9.8, "job-ended", details={"status": 0})])
-    line = "after 9.8 s with exit status 0, although rank 1 raised ValueError: the learning rate is NaN"
+    line = "after 9.8 s with exit status 0; before that, rank 1 raised ValueError: the learning rate is NaN"
     assert f"\n  ended    {line}\n" in shown(capsys)
 
 

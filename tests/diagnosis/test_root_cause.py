@@ -1714,7 +1714,7 @@ HISTORIES = [
     ),
     # Rank 1 caught it to save its state; rank 2 is on its way out of the call.
     History(
-        "who-has-caught-the-timeout-had-come",
+        "a-rank-that-caught-the-timeout-is-not-missing",
         job(
             waited(
                 0,
@@ -1750,7 +1750,7 @@ HISTORIES = [
         "likely",
     ),
     History(
-        "who-loses-one-that-gave-up-waited-too",
+        "a-rank-that-lost-one-that-gave-up-is-no-cause",
         job(
             waited(
                 0,
@@ -2288,7 +2288,7 @@ HISTORIES = [
         job(rank(0, 1, raised=POOL, at=1.3), memory=COUNTED),
         "rank-raised",
         (0,),
-        "rank 0 lost a process of a pool: it gave no answer",
+        "rank 0 lost a worker process of a pool: it ended without a result",
         "likely",
     ),
     History(
@@ -2296,7 +2296,7 @@ HISTORIES = [
         job(rank(0, 1, raised=POOL, at=1.3), memory=MEMORY),
         "rank-out-of-memory",
         (0,),
-        "rank 0 lost a process of a pool: the kernel has killed for lack of memory",
+        "rank 0 lost a worker process of a pool: the kernel killed a process for lack of memory",
         "likely",
     ),
     History(

@@ -329,18 +329,18 @@ def test_every_story_has_its_job() -> None:
         (
             node_causes.lead_lost(lead("lease over", "refused"), "10.0.0.3"),
             (
-                "is gone, or has ended the job since it heard nothing of this node (likely)",
+                "or it ended the job because it had heard nothing from this node (likely)",
                 "help see on both hosts whether a link failed",
                 "killed process",
             ),
         ),
         (
             node_causes.lead_lost(lead("lease over", "listening")),
-            ("for 2.0 s; 10.0.0.1 takes connections again", "or the launcher stood still (likely)"),
+            ("for 2.0 s; 10.0.0.1 takes connections again", "or the launcher was stopped (likely)"),
         ),
         (
             node_causes.lead_lost(lead("left", "refused")),
-            ("its launcher has left the job by itself", "its own report says why (likely)"),
+            ("its launcher left the job by itself", "see the report of that node (likely)"),
         ),
         (
             node_causes.node_isolated("gpu02", "gpu01", silent=2.0, tried=("10.0.0.3: no answer",)),

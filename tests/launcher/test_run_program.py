@@ -83,7 +83,7 @@ def test_a_thread_that_an_exception_ended_is_told_with_what_came_of_it(tmp_path:
     (tmp_path / "train.py").write_text(LOST_THREAD)
     result = run_job(["-n", "2", "train.py", "waits"], state=tmp_path, cwd=tmp_path)
     assert "raised _queue.Empty\n" in result.report, result.everything
-    told = "had ended by OSError: shard 3 is corrupt, at train.py:6 in load, which may be the cause (likely)"
+    told = "had died of OSError: shard 3 is corrupt, at train.py:6 in load: it may have led to this (likely)"
     assert told in result.prose, result.everything
 
 

@@ -206,7 +206,7 @@ def test_a_process_whose_end_its_rank_has_not_noticed(tmp_path: Path) -> None:
     """The report sent the user to a longer timeout, and had no word of the loader."""
     result = run_job(["-n", "2", _write(tmp_path, DEAD_LOADER)], state=tmp_path)
     assert result.codes == ["ranks-missing"], result.everything
-    told = ", which rank 1 had started, had ended by SIGKILL, and rank 1 has not noticed"
+    told = ", which rank 1 had started, was killed by SIGKILL; rank 1 has not noticed it"
     assert told in result.prose, result.everything
 
 

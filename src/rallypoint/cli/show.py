@@ -134,7 +134,7 @@ def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
             return f"not known: events.jsonl ends early{last}"
         return f"the launcher was killed, or the machine went down{last}"
     headline = reports[0].headline if reports else run.reported
-    joint = ": " if run.status else ", although "  # it was started again
+    joint = ": " if run.status else "; before that, "  # it was started again
     because = f"{joint}{render.plain(headline)}" if headline else ""
     return f"after {duration(run.took)} with exit status {run.status}{because}"
 

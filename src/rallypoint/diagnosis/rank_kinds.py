@@ -189,8 +189,8 @@ def _kind_in_log(error: Raised) -> Kind:
 
 
 def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
-    """Return what was on its way when a rank that has not ended by itself closed its group, or that
-    it has just caught the loss of a peer, or the end of a wait for one.
+    """Return what a rank shows that has not ended by itself: an exception on its way when it closed
+    its group, or the loss of a peer, or a wait in vain, that it has just caught.
     """
     error = rank.handled[-1] if rank.handled and not job.interrupted_by else None
     if error is None:

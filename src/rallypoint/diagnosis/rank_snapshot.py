@@ -541,7 +541,7 @@ def _facts(group: Group, standing: Standing) -> str:
     used = sorted({round(100 * bound(one.cpu for one in ranks)) for bound in (min, max)})
     parts.append(f"{'-'.join(map(str, used))} % CPU")
     lost = next((one.lost_thread for one in ranks if one.lost_thread), "")
-    parts += [f"a thread had ended by {lost}"] if lost else []
+    parts += [f"a thread died of {lost}"] if lost else []
     return " · ".join(parts)
 
 

@@ -192,9 +192,9 @@ _FROM_OUTSIDE = re.compile(
 
 
 def same_again(report: Report) -> str:
-    """Return what this report and an equal one have in common: the exception, its words without
-    addresses of memory, and its line. "" for a failure that may not come again, or is not an exception of the
-    program's.
+    """Return what this report and an equal one have in common: the exception, its words (without
+    addresses of memory) and its line. "" for a failure that may not come again, or is not an
+    exception of the program's.
     """
     kind, _, words = report.headline.partition(" raised ")[2].partition(":")
     own = report.code == "rank-raised" and report.where and kind

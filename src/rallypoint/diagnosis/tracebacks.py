@@ -125,9 +125,9 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
     return found
 
 
-def another(lines: Sequence[str], than: str) -> str:
-    """Return the last line of the first traceback in these lines that this text has not: what a
-    child of `multiprocessing` or the thread of a queue printed, or what was handled. "" for none.
+def other_traceback(lines: Sequence[str], than: str) -> str:
+    """Return the last line of the first traceback in these lines that is not in this text, "" for
+    none. A child of `multiprocessing` or the thread of a queue printed it, or it was handled.
     """
     for i, line in enumerate(lines):
         if line == _TRACEBACK and not (i and IGNORED.match(lines[i - 1])):

@@ -137,17 +137,21 @@ def loader_was_killed(case: Case, error: Raised) -> Report:
 
 
 def pool_broken(case: Case, error: Raised) -> Report:
-    """Tell of a process of `concurrent.futures` or of joblib that ended without an answer."""
+    """Tell of a worker process of `concurrent.futures` or of joblib that ended without a result."""
     memory = case.node.memory
     killed = process_ids(memory.killed_pids) if memory.killed_pids else ""
     kills = resources.kills_known(memory, killed)
-    how = "the kernel has killed for lack of memory" if kills else "it gave no answer"
+    how = "it ended without a result"
+    why = "it was killed, crashed or exited by os._exit, or the pool's initializer raised"
+    if kills:
+        how = "the kernel killed a process for lack of memory"
+        why = "the kernel killed it while the pool was running"
     return account(
         likely(case),
         "rank-out-of-memory" if kills else "rank-raised",
-        f"{case.subject} lost a process of a pool: {how}",
+        f"{case.subject} lost a worker process of a pool: {how}",
         error,
-        why="that process was killed, crashed or left by os._exit, or the pool's initializer raised",
+        why=why,
         evidence=kills or resources.no_kill_known(memory, "a process"),
         help=resources.less_memory(case.job) if kills else resources.ask_the_kernel(memory),
     )

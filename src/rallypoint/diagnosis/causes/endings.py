@@ -40,7 +40,7 @@ _DUMP = re.compile(
 )
 
 
-_TIMER = "mostly a timer that the program had set, and no handler: signal.alarm, signal.setitimer"
+_TIMER = "mostly a timer of the program expired, and nothing handled its signal: signal.alarm, signal.setitimer"
 _TIME_IS_UP = re.compile(r"Timeout \(\d+:\d\d:\d\d[.\d]*\)!$")  # faulthandler's words
 _KNOWN_REASONS = {
     signals.SIGXCPU: ("the limit on processor time was reached", "ulimit -t"),
@@ -163,7 +163,7 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
     ]
     helps = []
     if rank.uncaught is not None:
-        what = "an exception of C++ that nobody caught" if rank.uncaught.type else "its last words"
+        what = "an exception of C++ that nobody caught" if rank.uncaught.type else "it printed"
         evidence.append(f"{what}: {named(rank.uncaught)}")
     if number == signals.SIGBUS:
         helps.append(Help("see whether shared memory is full", "df -h /dev/shm"))
@@ -221,7 +221,7 @@ def exited(case: Case, caught: Raised | None) -> Report:
         by = f", caught at {stacks.describe(clause, case.root)}" if clause else ""
         evidence.append(f"{what} had raised {named(caught)}{by}")
     elif any(map(_TIME_IS_UP.match, rank.said)):
-        evidence.append("faulthandler.dump_traceback_later ends a process so, with exit=True")
+        evidence.append("faulthandler.dump_traceback_later(exit=True) ended it: its time was up")
     elif not rank.left_at and rank.phase in ("importing", "joining", "running"):
         # The rank is looked into.
         evidence.append(
@@ -251,7 +251,7 @@ def exited(case: Case, caught: Raised | None) -> Report:
         sentence = f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program"
         helps = [Help(sentence, case.job.moved)]
     if rank.log and any(map(schedulers.told_by, rank.said)):
-        sentence = "it ran another launcher, whose log is in its own: see what that tells"
+        sentence = "it ran another launcher, and its log has the output of that: diagnose this log"
         helps.append(Help(sentence, f"rallypoint explain {shlex.quote(rank.log)}"))
     return of_end(
         case,

@@ -213,7 +213,7 @@ def _calls(case: Case, code: str) -> tuple[str, ...]:
 
 _AFTER_ANOTHER = {
     "wait-timeout": "whoever was to do it was elsewhere when the time was up",
-    "lock-timeout": "whoever holds it stood elsewhere when the time was up",
+    "lock-timeout": "the holder had not released it when the time was up",
     "once-failed": "the function was called in another rank, and failed there",
     "barrier-timeout": "whoever did not come was elsewhere when the time was up",
     "barrier-broken": "somebody else at the barrier gave up or died, and no rank shows why",
@@ -242,7 +242,7 @@ def _by_rpc(case: Case, number: int, name: str, error: Raised) -> Report:
     """
     callers, there = case.subject, tuple(one for one in case.job.ranks if one.rank == number)
     report = raised(replace(case, ranks=there or case.ranks), error)
-    asked = f"{callers} had asked {name} for that call by torch.distributed.rpc"
+    asked = f"{callers} made this call on {name}, by torch.distributed.rpc"
     return replace(report, evidence=(asked, *report.evidence))
 
 

@@ -17,17 +17,17 @@ from rallypoint.world import ranges, ranks_phrase
 HOSTS_MOST = 4  # nodes that are named because they told nothing
 
 _HOW = {
-    "left": "its launcher has left the job by itself, as it does when it was cut off or stood still: its own report says why",
+    "left": "its launcher left the job by itself: it had lost contact with node 0, or was stopped for a while; see the report of that node",
     "connection ended": "the connection of its launcher ended, and it did not come back",
     "lease over": "nothing was heard of its launcher for {0:.1f} s",
 }
 
 _SEEN = {
     "gone": "{0} answers: the host is up, its launcher is gone",
-    "back": "{0} answers: the host is up, and the launcher stands still, or was cut off for a while",
-    "lead back": "{0} answers, and nothing of the job listens there: its launcher is gone, or has ended the job since it heard nothing of this node",
-    "listening": "{0} takes connections again: the network failed for a while, or the launcher stood still",
-    "silent": "{0} takes connections, and nobody answers: its launcher stands still, or has no processor time",
+    "back": "{0} answers: the host is up, and the launcher is stopped, or was cut off for a while",
+    "lead back": "{0} answers, and its launcher does not run: it was killed, or it ended the job because it had heard nothing from this node",
+    "listening": "{0} takes connections again: the network failed for a while, or the launcher was stopped",
+    "silent": "{0} takes connections, and does not answer: its launcher is stopped, or has no processor time",
     "dropped": "{0} answers no packet: the host is off, or something between drops packets",
     "unreachable": "the network has no way to {0}: its link is down, or this node's",
 }
@@ -125,7 +125,7 @@ def _help(node: LostNode) -> list[Help]:
         ended = "see on that host whether the kernel killed the launcher for lack of memory"
         help.append(Help(ended, f"ssh {host} \"sudo dmesg -T | grep -i 'killed process'\""))
     elif shown in ("silent", "back"):
-        still = "see whether the launcher stands still there (state T)"
+        still = "see whether the launcher is stopped there (state T)"
         help.append(Help(still, f"ssh {host} ps -eo pid,stat,args"))
     return help or [
         Help(

@@ -63,21 +63,19 @@ def account(
         own = main.traceback if main is not None else ""
         if (lost := rank.in_thread) is not None:
             at = stacks.place(lost.frames, case.root)
-            thread = f"a thread of {who(rank)} had ended by {named(lost)}, at {at}"
+            thread = f"a thread of {who(rank)} had died of {named(lost)}, at {at}"
             if code == "rank-raised" and not fields.get("why"):
-                case, fields["why"] = likely(case), f"{thread}, which may be the cause"
+                case, fields["why"] = likely(case), f"{thread}: it may have led to this"
             else:
                 evidence = (thread, *evidence)
         elif rank.dead_child is not None:
             pid, status, number = rank.dead_child
-            how = f"ended by {signal_name(number)}" if number else f"exited with code {status}"
-            memory = ", for lack of memory" if pid in case.node.memory.killed_pids else ""
-            evidence = (
-                f"pid {pid}, which {who(rank)} had started, had {how}{memory}, and {who(rank)} has not noticed",
-                *evidence,
-            )
-        elif case.job.log is None and (line := tracebacks.another(rank.said, own)):
-            told = f"the log of {who(rank)} has a traceback of another exception: {cut(line)}"
+            how = f"was killed by {signal_name(number)}" if number else f"exited with code {status}"
+            how += " for lack of memory" if pid in case.node.memory.killed_pids else ""
+            child = f"process {pid}, which {who(rank)} had started, {how}"
+            evidence = (f"{child}; {who(rank)} has not noticed it", *evidence)
+        elif case.job.log is None and (line := tracebacks.other_traceback(rank.said, own)):
+            told = f"the log of {who(rank)} has another traceback, which may tell more: {cut(line)}"
             evidence = (told, *evidence)
     if error is not None:
         rank, why = case.first, fields.get("why", "")

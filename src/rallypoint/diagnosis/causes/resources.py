@@ -136,10 +136,12 @@ def files_exhausted(case: Case, error: Raised) -> Report:
 
 def disk_full(case: Case, error: Raised) -> Report:
     """Tell of a write for which there was no room, or that failed in `torch.save`."""
-    why = "there was no room for what it wrote: a file system is full, or a quota is used up"
+    why = (
+        "no space was left for the file that it wrote: a file system is full, or a quota is used up"
+    )
     if classify.write_failed(error):
         case = likely(case)
-        why = "writing a file failed, mostly because a file system is full or a quota used up"
+        why = "writing a file failed, mostly because a file system is full or a quota is used up"
     return account(
         case,
         "rank-raised",
@@ -147,8 +149,8 @@ def disk_full(case: Case, error: Raised) -> Report:
         error,
         why=why,
         help=(
-            Help("see which file system has no room left", "df -h"),
-            Help("or has no inodes left, or whether your quota is used up", "df -i; quota -s"),
+            Help("see which file system is full", "df -h"),
+            Help("see whether the inodes or your quota are used up", "df -i; quota -s"),
         ),
     )
 

@@ -181,8 +181,8 @@ class Console:
         )
 
     def say_children(self, ranks: Sequence[RankHandle], reports: Sequence[Report]) -> None:
-        """Say which processes of the ranks' programs failed without the program noticing; who reads `reports`, or what a rank raised,
-        knows of those that they name.
+        """Say which processes of the ranks' programs failed without the program noticing: not of
+        those that `reports`, or what a rank raised, name.
         """
         words = [error.traceback for handle in ranks for error in handle.errors()]
         pids = [found for text in (render.text(reports), *words) for found in _PIDS.findall(text)]

@@ -184,7 +184,7 @@ class EvidenceGatherer:
         # Programs try whether there is a GPU, and go on without: an error of that counts only while
         # others wait for this rank to join.
         tries = not waits or handle.joined_at is not None
-        # Its own processes get the signals that it gets.
+        # The children of a rank that was sent a signal got the same one.
         own = process_status.children(handle.pid) if handle.alive and not handle.sent else []
         ends = ((pid, process_status.end_of_unreaped(pid)) for pid in own)
         return RankEvidence(

@@ -136,9 +136,9 @@ class AgentLine:
 
         self._tell_of(error, raised)
 
-    def ended_by(self, error: BaseException) -> None:
-        """Tell of the exception that was handled when `sys.exit` was called, or that `from` hides
-        behind the one that leaves the program. It may be one that torch reports to nothing else
+    def tell_handled(self, error: BaseException) -> None:
+        """Tell of the exception that was handled when `sys.exit` was called, or that `raise ... from`
+        hides behind the one that leaves the program. It may be one that torch reports to nothing else
         (`work.wait()`, DDP's own collectives). It is told however many were told before: it is the
         last."""
         first = exception_capture.to_first(error)[0][-1]

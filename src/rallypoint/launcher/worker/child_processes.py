@@ -123,7 +123,8 @@ def _ended(pid: int, code: int) -> None:
 
 
 def tell_failed() -> None:
-    """Tell of those that failed until now, before the launcher ends this process, and them."""
+    """Tell of the child processes that have failed so far: the launcher may end this process, and
+    them, before the interpreter does."""
     if _started and _registered == [os.getpid()]:
         from multiprocessing import active_children
 

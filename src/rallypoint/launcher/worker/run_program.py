@@ -100,7 +100,7 @@ def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
     that it comes from. Returns whether the agent listens."""
     for serial in exception_capture.serials(error):
         hooks.tell(Uncatch(serial))
-    hooks.ended_by(error)
+    hooks.tell_handled(error)
     child_processes.tell_failed()
     raised = exception_capture.raised(error, call=hooks.call_of(error))
     return hooks.tell(
@@ -133,7 +133,7 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
     """Tell the agent that the program leaves by `sys.exit`, and where."""
     code = exit_code(leaving)
     if code:
-        hooks.ended_by(leaving)
+        hooks.tell_handled(leaving)
     frame = stacks.own_frame(exception_capture.frames_of(leaving.__traceback__))
     line = (
         f"{exception_capture.shown_path(frame.file)}:{frame.line} in {frame.function}"

@@ -137,7 +137,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = _by_value._dynamic_class_reduce(obj)
         by_value = reduced is not NotImplemented and reduced[0] is _by_value._make_skeleton_class
         if by_value and isinstance(vars(obj).get("__slots__"), str | tuple | list | dict):
-            # cloudpickle sets them later, when they make no slots any more: objects got a dict.
+            # cloudpickle sets them when the class is made, too late: its objects have a dict.
             reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
         if self.scan is not None:
             self.scan.kind(obj, by_name=reduced is NotImplemented)
