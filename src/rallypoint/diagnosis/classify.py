@@ -96,8 +96,8 @@ def _cuda_perhaps_forked(error: Raised) -> bool:
 
 
 def _cuda_unknown_at_start(error: Raised) -> bool:
-    """Tell whether CUDA has no name for what failed, and it was to be started: any later call may
-    fail so, too.
+    """Tell whether CUDA failed with "unknown error" while it was started: any later call may fail
+    so, too.
     """
     starting = (
         frame.function != "synchronize"

@@ -81,7 +81,7 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     job, verdicts = look_at(job)
     if job.log is not None:
         first, *more = _of_log(job, job.log, verdicts)
-        first = gpus.with_drivers_word(first, job.log)
+        first = gpus.with_xids(first, job.log)
         reports = (confidence.placed(first, job.log), *more)
         return tuple(replace(one, exit_status=int(one.code == "cause-unknown")) for one in reports)
     died: tuple[Report, ...] = ()

@@ -188,7 +188,8 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
     if not rank.stack_text:
         evidence += told_by(case)
     status = next((end.status for _, end in ends), "")
-    why, confidence = crash_words(number), case.confidence
+    left = "without an active exception" in rank.stack_text  # the log's doubt says it all
+    why, confidence = "" if left else crash_words(number), case.confidence
     if schedulers.NO_EXCEPTION in rank.stack_text:
         why = ""
     if number == signals.SIGSEGV and len(stack) >= DEEP and len(set(stack)) <= DIFFERENT:

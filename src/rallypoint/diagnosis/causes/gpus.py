@@ -23,7 +23,7 @@ _FAULT = re.compile(
 )
 
 
-_ASK_DRIVER = Help("see what the driver says of the GPUs", "sudo dmesg -T | grep -i nvrm")
+_ASK_DRIVER = Help("see what the driver reports about the GPUs", "sudo dmesg -T | grep -i nvrm")
 
 
 def kernel_failed(case: Case, error: Raised) -> Report:
@@ -50,7 +50,7 @@ def kernel_failed(case: Case, error: Raised) -> Report:
             "cuda-kernel-failed",
             f"CUDA failed in {case.subject}: unknown error",
             error,
-            why="CUDA has no name for it: mostly the GPU or its driver is at fault, and seldom the program",
+            why="CUDA gives no reason: mostly the GPU or its driver is at fault, and seldom the program",
             help=(_ASK_DRIVER,),
         )
     fault = _FAULT.search(words)
@@ -81,7 +81,7 @@ _SHOWN = 3  # lines of the driver
 _OF_CUDA = re.compile(r"cuda-(?:kernel|init)-failed|device-(?:busy|missing)|nccl-failed")
 
 
-def with_drivers_word(report: Report, log: Findings) -> Report:
+def with_xids(report: Report, log: Findings) -> Report:
     """Return the report of an error of CUDA's with what NVIDIA's driver says in the same log: a
     fault of a GPU is told before an error that it may have led to.
     """
@@ -96,16 +96,16 @@ def with_drivers_word(report: Report, log: Findings) -> Report:
     if not faults or "uncorrectable ECC error" in report.headline:
         return report
     gpu, xid = faults[0]
-    look = "see whether the driver still has that GPU, and what it counts"
+    look = "see whether the driver still has that GPU, and its counts of errors"
     return replace(
         report,
         confidence="likely",
         headline=f"the GPU {gpu} {nvidia.FAULTS[xid]} (Xid {xid}), and {report.headline}",
-        why="the driver tells of the GPU, and no program causes that; whether it is the GPU of this rank is not in the log",
+        why="the driver reports it, and no program causes it; whether this rank uses that GPU is not in the log",
         help=(
             Help(look, f"nvidia-smi -q -i {gpu}{'' if '.' in gpu else '.0'}"),
             Help(
-                "keep jobs off that machine until it was reset, and have it checked if it comes again"
+                "keep jobs off that machine until the GPU was reset; have the GPU checked when the error comes again"
             ),
         ),
     )

@@ -6,9 +6,9 @@ import re
 
 XID = re.compile(r"NVRM: Xid \(PCI:(?P<gpu>[\da-fA-F:.]+)\): (?P<xid>\d+)\b")
 
-_MEMORY = "met an ECC error"
-_LINK = "had an error of NVLink"
-_FIRMWARE = "had an error of its firmware"
+_MEMORY = "had an ECC error"
+_LINK = "had an NVLink error"
+_FIRMWARE = "had a firmware error (GSP)"
 FAULTS = {
     **dict.fromkeys(("48", "63", "64", "92", "94", "95", "140", "171", "172"), _MEMORY),
     **dict.fromkeys(("74", "144", "145", "146", "147", "148", "149", "150"), _LINK),

@@ -58,7 +58,7 @@ _KILLERS = (
 _VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
-_THREAD_LEFT = "these words are no exception of C++: a thread still ran when the process left, and why it left is not in the log"
+_THREAD_LEFT = "the process exited while a thread of C++ still ran; why it exited is not in the log"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
 
 
@@ -194,8 +194,8 @@ class _Log:
         return ""
 
     def _attributed(self, groups: Sequence[Sequence[Sighting]]) -> list[int]:
-        """The ranks that failed by the launcher's word and show no error that ended them, when
-        there is one nameless error for them. Where others have no name either, the one that the
+        """Return the ranks that failed by the launcher's word and show no error that ended them,
+        when there is one nameless error for them. Where others have no name either, the one that the
         launcher says was the first.
         """
         if sum(all(_rank(s) < 0 for s in one) for one in groups) != 1:
@@ -213,7 +213,9 @@ class _Log:
         if not named:
             return ""
         rest = f", and {ranks_phrase(others)} {'has' if len(others) == 1 else 'have'} none"
-        told = f"its lines name no rank: {ranks_phrase(named)} failed by another error"
+        told = (
+            f"its traceback has no prefix of a rank: {ranks_phrase(named)} failed by another error"
+        )
         return told + (rest if others else "")
 
     def _of_one(
@@ -281,7 +283,7 @@ class _Log:
             pids = " and ".join(map(str, sorted(known)))
             doubt = (
                 doubt
-                or f"that is of {' and '.join(victims.values())}, and what the launcher says to have ended has pid {pids}"
+                or f"it names {' and '.join(victims.values())}, and what the launcher saw end had pid {pids}"
             )
         for number in numbers or [-1]:
             yield self._rank(first, number, ended=ended, killed_by=name, said=told, doubt=doubt)
