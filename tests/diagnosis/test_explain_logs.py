@@ -503,6 +503,14 @@ def test_ranks_that_torch_counts_are_missing_only_when_fewer_came() -> None:
     )
 
 
+def test_only_the_ranks_of_one_call_are_said_to_have_waited_in_it() -> None:
+    words = "[rank{0}]:[E501 12:10:00 ProcessGroupNCCL.cpp:607] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, "
+    words += "OpType={2}, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600042 milliseconds before timing out."
+    calls = ((0, 3912, "ALLREDUCE"), (1, 3911, "_ALLGATHER_BASE"), (2, 3912, "ALLREDUCE"))
+    first, *_ = _told("\n".join(words.format(*call) for call in calls))
+    assert first.headline.startswith("ranks 0 and 2 waited in ALLREDUCE of 1 elements, call 3912")
+
+
 def test_ray_counts_what_it_did_not_kill_too() -> None:
     words = "(raylet) node_manager.cc:3277: {} Workers (tasks / actors) killed due to memory pressure (OOM), 2 Workers crashed"
     assert _told(words.format(10))[0].code == "rank-out-of-memory"

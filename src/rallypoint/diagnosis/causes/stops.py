@@ -294,10 +294,11 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
             ),
             Help("or see where every rank stands", "rallypoint run --stall 60 ..."),
         ]
+    alike = next((ranks for ranks in calls.values() if first.rank in ranks), case.numbers)
     return account(
         case,
         "cause-unknown",
-        f"{ranks_phrase(case.numbers) if case.numbers else 'a rank'} {_in_short(first, error)}; the cause is not known",
+        f"{ranks_phrase(alike) if alike else 'a rank'} {_in_short(first, error)}; the cause is not known",
         why="all that the log has are consequences; this is the first",
         evidence=evidence,
         said=traceback_said(first, error) if error is not None else said(first, first.said),
