@@ -59,8 +59,12 @@ def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
 
 def test_a_command_of_several_lines_is_one_line() -> None:
     """A line that named such a process had become several."""
-    with subprocess.Popen(["sh", "-c", "read line\nexit"], stdin=subprocess.PIPE) as several:
-        assert process_status.command_line(several.pid) == "sh -c read line exit"
+    pipe = subprocess.PIPE
+    command = ["sh", "-c", "echo\nread line\nexit"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as several:
+        assert several.stdout is not None
+        several.stdout.readline()  # until then the kernel may have no command line of it yet
+        assert process_status.command_line(several.pid) == "sh -c echo read line exit"
 
 
 def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(
