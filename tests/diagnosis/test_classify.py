@@ -55,6 +55,17 @@ def test_what_python_ignores_is_no_end() -> None:
     assert (found.type, found.is_open) == ("KeyError", False)
 
 
+def test_another_traceback_than_the_one_that_is_told() -> None:
+    own = ["Traceback (most recent call last):", "KeyError: 'image'"]
+    child = ["Process Process-1:", "Traceback (most recent call last):", "ValueError: bad"]
+    told = "\n".join(own)
+    assert tracebacks.other_traceback([*child, *own], told) == "ValueError: bad"
+    # The first of a chain is no other one, also where the text told has the last one alone.
+    joint = "During handling of the above exception, another exception occurred:"
+    assert tracebacks.other_traceback([*child, "", joint, "", *own], told) == ""
+    assert tracebacks.other_traceback([*own, "Traceback (most recent call last):"], told) == ""
+
+
 def test_a_raise_from_means_what_it_says() -> None:
     during = "During handling of the above exception, another exception occurred"
     cause = "The above exception was the direct cause of the following exception"

@@ -185,6 +185,7 @@ FileNotFoundError: [Errno 2] No such file or directory: '/data/shard7.bin'
 """,
     at=1.2,
 )
+LOST = raised("OSError", "shard 3 is corrupt", at=0.4)
 CHILD = (
     "Process Process-1:",
     "Traceback (most recent call last):",
@@ -1746,7 +1747,79 @@ HISTORIES = [
         ),
         "ranks-missing",
         (3,),
-        "ranks 0-1 waited in all_reduce until the timeout; rank 3 never came",
+        "rank 0 waited in all_reduce until the timeout; rank 3 never came",
+        "likely",
+    ),
+    # A rank in recv(), and one that tries another group now and then.
+    History(
+        "a-rank-in-another-call-is-missing",
+        job(
+            waited(
+                0,
+                "Timed out waiting 4000ms for recv operation to complete",
+                call="all_reduce",
+                phase="running",
+            ),
+            rank(
+                1,
+                stack=(
+                    MAIN,
+                    Frame(f"{TORCH}/c10d_logger.py", 83, "wrapper"),
+                    Frame(f"{TORCH}/distributed_c10d.py", 2700, "recv"),
+                ),
+            ),
+            rank(
+                2,
+                handled=(
+                    raised(
+                        "RuntimeError",
+                        "Timed out waiting 1000ms for recv operation to complete",
+                        at=3.9,
+                        call="barrier",
+                    ),
+                ),
+                stack=LOADING,
+            ),
+        ),
+        "ranks-missing",
+        (1, 2),
+        "rank 0 waited in all_reduce until the timeout; ranks 1-2 never came",
+        "likely",
+    ),
+    History(
+        "a-thread-of-the-rank-died-before",
+        job(rank(0, 1, raised=VALUE, in_thread=LOST, at=1.3), stopped(1)),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+        "likely",
+    ),
+    History(
+        "a-thread-of-the-rank-died-after-it",
+        job(
+            rank(0, 1, raised=VALUE, in_thread=msgspec.structs.replace(LOST, at=1.3), at=1.4),
+            stopped(1),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "a-rank-raises-again-what-ended-its-thread",
+        job(rank(0, 1, raised=VALUE, in_thread=VALUE, at=1.3), stopped(1)),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "the-kernel-killed-a-process-of-somebody-else",
+        job(
+            rank(0, 1, raised=POOL, at=1.3),
+            memory=msgspec.structs.replace(COUNTED, killed_pids=(999999,)),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 lost a worker process of a pool: it ended without a result",
         "likely",
     ),
     History(

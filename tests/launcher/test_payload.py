@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -548,12 +548,16 @@ class Private:
         return self.__n
 
 
+class Named(NamedTuple):
+    n: int
+
+
 def test_classes_with_slots(ranks: Ranks) -> None:
     """They came back as objects with a dict, which their class in the caller has not."""
-    slotted, private, there = ranks.call(
-        lambda: (Slotted(3), Private(4), hasattr(Slotted(3), "__dict__"))
+    slotted, private, named, there = ranks.call(
+        lambda: (Slotted(3), Private(4), Named(5), hasattr(Slotted(3), "__dict__"))
     )
-    assert (slotted, private.n(), there) == (Slotted(3), 4, False)
+    assert (slotted, private.n(), named, there) == (Slotted(3), 4, Named(5), False)
 
 
 MAIN = '''

@@ -13,12 +13,21 @@ from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import collectives, endings, exceptions, rendezvous, stops
 from rallypoint.diagnosis.causes.case import Case
-from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, NodeEvidence, Raised
+from rallypoint.diagnosis.evidence import (
+    Frame,
+    JobEvidence,
+    Meeting,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.diagnosis.rank_kinds import (
+    AFTERMATH,
     HEARD_LATE,
     HURT,
     Kind,
     Verdict,
+    kind_of,
     moment,
     place_in_order,
 )
@@ -222,10 +231,21 @@ def _named_as_missing(scene: Scene) -> Report | None:
 
 
 def _absent(scene: Scene, *, joining: bool = False) -> list[Verdict]:
-    """Return the ranks that show no error and are elsewhere."""
+    """Return the ranks that show no error and are elsewhere: none that has just caught the end of
+    the same call, or is on its way out of it.
+    """
+    calls = {error.call for _, error in scene.errors} - {""}
+
+    def came(rank: RankEvidence) -> bool:
+        last = [one for one in rank.handled[-1:] if one.call in calls and kind_of(one) in HURT]
+        now = scene.job.node_of(rank.rank).now
+        return any(now - one.at <= AFTERMATH for one in last) or stacks.leaves_collective(
+            rank.stack
+        )
+
     quiet = [v for v in scene.verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED)]
-    quiet = [v for v in quiet if not stacks.leaves_collective(v.rank.stack)]
-    return [v for v in quiet if joining or v.rank.phase != "joining"]
+    quiet = [v for v in quiet if joining or v.rank.phase != "joining"]
+    return [v for v in quiet if not came(v.rank)]
 
 
 def _missing(scene: Scene, missing: list[Verdict], waiters: list[Verdict], error: Raised) -> Report:

@@ -189,17 +189,11 @@ def _kind_in_log(error: Raised) -> Kind:
 
 
 def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
-    """Return what a rank shows that has not ended by itself: an exception on its way when it closed
-    its group, or the loss of a peer, or a wait in vain, that it has just caught.
-    """
+    """Return what was on its way when a rank that has not ended by itself closed its group."""
     error = rank.handled[-1] if rank.handled and not job.interrupted_by else None
-    if error is None:
+    if error is None or not error.on_its_way:
         return None
     kind = kind_of(error)
-    if kind in HURT and job.node_of(rank.rank).now - error.at <= AFTERMATH:
-        return Verdict(rank, kind, error)
-    if not error.on_its_way:
-        return None
     return Verdict(rank, Kind.LEAVING if kind is Kind.RAISED else kind, error)
 
 

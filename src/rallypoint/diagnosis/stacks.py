@@ -242,8 +242,8 @@ def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
 
 def leaves_collective(frames: tuple[Frame, ...]) -> bool:
     """Tell whether an exception is on its way out of a collective: torch logs it there."""
-    logs = any(frame.file.endswith("torch/distributed/c10d_logger.py") for frame in frames)
-    return logs and collective(frames) is None
+    inner = [frame.file for frame in frames if "/torch/distributed/" in frame.file]
+    return bool(inner) and inner[-1].endswith("/c10d_logger.py")
 
 
 def waits_in_ddp(frames: tuple[Frame, ...]) -> str:

@@ -131,9 +131,11 @@ def other_traceback(lines: Sequence[str], than: str) -> str:
     """
     for i, line in enumerate(lines):
         if line == _TRACEBACK and not (i and IGNORED.match(lines[i - 1])):
-            end = next((one for one in lines[i + 1 :] if one and not one.startswith(" ")), "")
-            if _EXCEPTION.match(end) and end not in than:
-                return end
+            rest = lines[i + 1 :]
+            at = next((n for n, one in enumerate(rest) if one and not one.startswith(" ")), 0)
+            goes_on = {*rest[at + 1 : at + 4]} & {_DURING, _DIRECTLY.strip()}
+            if rest and _EXCEPTION.match(rest[at]) and not goes_on and rest[at] not in than:
+                return rest[at]
     return ""
 
 

@@ -247,8 +247,8 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
         caught_at=caught_at,
         errno=number,
         filename=sayable(filename) if isinstance(filename, str) else "",
-        code=ours.code if ours else str(getattr(first, "_rallypoint_code", "")),
-        why=ours.why if ours else tuple(getattr(first, "_rallypoint_why", ())),
+        code=ours.code if ours else str(first.__dict__.get("_rallypoint_code", "")),
+        why=ours.why if ours else tuple(first.__dict__.get("_rallypoint_why", ())),
         help=ours.help if ours else (),
         is_open=is_open,
     )

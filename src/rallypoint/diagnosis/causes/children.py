@@ -143,17 +143,19 @@ def pool_broken(case: Case, error: Raised) -> Report:
     kills = resources.kills_known(memory, killed)
     how = "it ended without a result"
     why = "it was killed, crashed or exited by os._exit, or the pool's initializer raised"
-    if kills:
+    if memory.oom_kills:  # of this job: the kernel's log is of the whole machine
         how = "the kernel killed a process for lack of memory"
         why = "the kernel killed it while the pool was running"
     return account(
         likely(case),
-        "rank-out-of-memory" if kills else "rank-raised",
+        "rank-out-of-memory" if memory.oom_kills else "rank-raised",
         f"{case.subject} lost a worker process of a pool: {how}",
         error,
         why=why,
         evidence=kills or resources.no_kill_known(memory, "a process"),
-        help=resources.less_memory(case.job) if kills else resources.ask_the_kernel(memory),
+        help=resources.less_memory(case.job)
+        if memory.oom_kills
+        else resources.ask_the_kernel(memory),
     )
 
 

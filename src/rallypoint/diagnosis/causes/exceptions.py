@@ -241,7 +241,7 @@ def _by_rpc(case: Case, number: int, name: str, error: Raised) -> Report:
     is its rank, as torch gives it.
     """
     callers, there = case.subject, tuple(one for one in case.job.ranks if one.rank == number)
-    report = raised(replace(case, ranks=there or case.ranks), error)
+    report = raised(replace(case, ranks=there, then="") if there else case, error)
     asked = f"{callers} made this call on {name}, by torch.distributed.rpc"
     return replace(report, evidence=(asked, *report.evidence))
 

@@ -61,9 +61,15 @@ def account(
     if case.ranks and "said" not in fields:
         rank, main = case.first, error or case.first.raised
         own = main.traceback if main is not None else ""
-        if (lost := rank.in_thread) is not None:
+        lost = rank.in_thread
+        if lost is not None and main is not None:  # raised again there, or later than there
+            again = lost.type == main.type and main.message.startswith(lost.message)
+            lost = None if again or 0 < main.at < lost.at else lost
+        if lost is not None:
             at = stacks.place(lost.frames, case.root)
-            thread = f"a thread of {who(rank)} had died of {named(lost)}, at {at}"
+            thread = (
+                f"a thread of {who(rank)} had died of {named(lost)}{f', at {at}' if at else ''}"
+            )
             if code == "rank-raised" and not fields.get("why"):
                 case, fields["why"] = likely(case), f"{thread}: it may have led to this"
             else:

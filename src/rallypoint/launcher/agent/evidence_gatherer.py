@@ -186,11 +186,11 @@ class EvidenceGatherer:
         tries = not waits or handle.joined_at is not None
         # The children of a rank that was sent a signal got the same one.
         own = process_status.children(handle.pid) if handle.alive and not handle.sent else []
-        ends = ((pid, process_status.end_of_unreaped(pid)) for pid in own)
+        ends = ((pid, process_status.end_of_unreaped(pid) or (0, 0)) for pid in own)
+        # SIGTERM: the program wanted that end, as `child_processes` has it.
+        failed = ((pid, *end) for pid, end in ends if any(end) and end[1] != signal.SIGTERM)
         return RankEvidence(
-            dead_child=next(
-                ((pid, *end) for pid, end in ends if end is not None and any(end)), None
-            ),
+            dead_child=next(failed, None),
             **{name: getattr(handle, name) for name in _AS_TOLD},
             handled=tuple(
                 one for one in handle.caught.values() if one.call != CUDA_START or not tries

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.diagnosis import stacks
 from rallypoint.errors import UsageError
 from rallypoint.host.dns_timeouts import quick_lookups
 from rallypoint.launcher import exception_capture, late_variables, protocol
@@ -31,6 +32,7 @@ from rallypoint.launcher.worker.agent_line import AgentLine, is_initialized
 from rallypoint.launcher.worker.meeting_point import HeldPoint
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+MESSAGE_MOST = 500  # characters of the message of a thread's exception
 # Places of forks told per worker.
 FORKS_MOST = 20
 # Seconds for the agent to give the port back; it answers in milliseconds unless it is being killed.
@@ -56,6 +58,7 @@ class Hooks(AgentLine):
         )
         self._forks: set[str] = set()
         self._thread_hook = threading.excepthook
+        self._lost_thread = False  # the first is told
         threading.excepthook = self.thread_ended
         os.register_at_fork(before=self.forking, after_in_child=self.forget)
 
@@ -70,9 +73,25 @@ class Hooks(AgentLine):
 
     def thread_ended(self, told: threading.ExceptHookArgs) -> None:
         """Tell of an exception that ends a thread, and let Python print it."""
-        if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
-            self.tell(ThreadEnded(exception_capture.raised(told.exc_value)))
-        self._thread_hook(told)
+        error = told.exc_value
+        try:
+            if error is not None and not isinstance(error, SystemExit) and not self._lost_thread:
+                self._lost_thread = True
+                raised = exception_capture.raised(error)
+                own = stacks.own_frame(raised.frames)
+                # The log has the rest, and the evidence of a rank is small.
+                self.tell(
+                    ThreadEnded(
+                        msgspec.structs.replace(
+                            raised,
+                            message=raised.message[:MESSAGE_MOST],
+                            frames=(own,) if own is not None else (),
+                            traceback="",
+                        )
+                    )
+                )
+        finally:
+            self._thread_hook(told)
 
     def forget(self) -> None:
         """Close the line in a forked child of the program, which is not the rank. The address rules

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from abc import ABCMeta
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,9 +137,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented and not self._importable(obj.__module__):
             reduced = _by_value._dynamic_class_reduce(obj)
         by_value = reduced is not NotImplemented and reduced[0] is _by_value._make_skeleton_class
-        if by_value and isinstance(vars(obj).get("__slots__"), str | tuple | list | dict):
+        slots = vars(obj).get("__slots__") if by_value and type(obj) in (type, ABCMeta) else None
+        if slots and isinstance(slots, str | tuple | list | dict):
             # cloudpickle sets them when the class is made, too late: its objects have a dict.
-            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]
+            reduced[1][3]["__slots__"] = slots
         if self.scan is not None:
             self.scan.kind(obj, by_name=reduced is NotImplemented)
         return reduced
