@@ -130,7 +130,7 @@ def test_a_port_that_another_set_of_ranks_had() -> None:
     assert report.where == "train.py:5 in worker, pid 4000"
     assert report.why == "whoever listened there has gone since"
     assert report.evidence == (
-        "it was process 0 of those that mp.spawn had started in rank 0",
+        "it was raised in process 0 of those that mp.spawn had started in rank 0",
         gone,
     )
     assert report.help[0].command == "rallypoint run -n 1 train.py"
