@@ -264,5 +264,7 @@ def test_what_a_spawned_process_raised(run: Run, write: Write) -> None:
     assert first_line(result) == "error[rank-raised]: rank 0 raised ValueError: bad batch", (
         result.everything
     )
-    assert "it was raised in process 0 of those that mp.spawn had started in rank 0" in result.report
+    assert (
+        "it was raised in process 0 of those that mp.spawn had started in rank 0" in result.report
+    )
     assert "train.py:3 in work" in result.report

@@ -228,7 +228,9 @@ def _in_process(case: Case, number: str, error: Raised) -> Report:
     another exception.
     """
     report = raised(case, error)
-    inside = f"it was raised in process {number} of those that mp.spawn had started in {case.subject}"
+    inside = (
+        f"it was raised in process {number} of those that mp.spawn had started in {case.subject}"
+    )
     helps = report.help
     if report.code == "port-in-use" and case.job.world_size > 1:
         once = "start the program once, and let it spawn: of several, all ask for that port"
