@@ -125,7 +125,7 @@ def _ended(pid: int, code: int) -> None:
 def tell_failed() -> None:
     """Tell of the child processes that have failed so far: the launcher may end this process, and
     them, before the interpreter does."""
-    if _started and _registered == [os.getpid()]:
+    if (_started or _failed) and _registered == [os.getpid()]:
         from multiprocessing import active_children
 
         active_children()  # looks at all of them
