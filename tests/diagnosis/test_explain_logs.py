@@ -1318,6 +1318,9 @@ def test_a_write_that_failed_says_where_to_look_for_room(log: str, confidence: s
     "log",
     [
         "OSError: [Errno 28] inotify watch limit reached",
+        "OSError: [Errno 28] No space left on device: inotify watch on '/srv/data'",
+        "OSError: inotify_add_watch: No space left on device",
+        "RuntimeError: Tensor shape: 3 requested and 2 written to the buffer",
         "RuntimeError: basic_ios::clear: iostream error",  # of any library, and of any file
         "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
         "RuntimeError: [enforce fail at inline_container.cc:747] . open file failed with strerror: Is a directory",

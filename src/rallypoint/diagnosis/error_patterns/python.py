@@ -24,11 +24,12 @@ CAUSES = {
         re.IGNORECASE,
     ),
     "disk-full": re.compile(
-        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\](?! inotify)|\(os error (28|122)\)"
+        # the kernel says the same where a user watches more files than allowed
+        r"^(?!.*inotify).*?(?:No space left on device|Disk quota exceeded|\[Errno (28|122)\]|\(os error (28|122)\)"
         r"|\[WinError (112|39|1295)\]|There is not enough space on the disk"
-        r"|Not enough free space to write \d+ bytes|\b\d+ requested and \d+ written"  # NumPy
-        r"|database or disk is full",  # SQLite
-        re.IGNORECASE,
+        r"|Not enough free space to write \d+ bytes|^\d+ requested and \d+ written$"  # NumPy
+        r"|database or disk is full)",  # SQLite
+        re.IGNORECASE | re.DOTALL,
     ),
 }
 
