@@ -421,8 +421,6 @@ XID = "[123.4] NVRM: Xid (PCI:0000:87:00): {}, pid=1234, name=python, it has hap
     [
         (79, "fell off the bus"),
         (48, "ECC"),
-        (63, "ECC"),
-        (64, "ECC"),
         (94, "ECC"),
         (95, "ECC"),
         (74, "NVLink"),
@@ -447,6 +445,20 @@ def test_an_error_that_a_program_causes_is_only_shown() -> None:
     assert (report.code, report.confidence) == ("cuda-kernel-failed", "certain")
     assert "the GPU" not in report.headline
     assert "NVRM: Xid" in report.evidence[0]
+    # These only record that the GPU remaps rows of its memory.
+    for xid in (63, 64):
+        report = _told(XID.format(xid) + _raised_in("torch/_tensor.py", "backward"))
+        assert "the GPU" not in report.headline
+        assert "NVRM: Xid" in report.evidence[0]
+    # An assert is the program's, whatever the driver says.
+    asserted = _raised_in("torch/_tensor.py", "backward", "device-side assert triggered")
+    index = "x/Indexing.cu:1255: f: block: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n"
+    for words in (asserted, asserted + index):
+        for xid in (48, 63, 79):
+            report = _told(XID.format(xid) + words)
+            assert (report.code, report.confidence) == ("cuda-kernel-failed", "certain")
+            assert "the GPU" not in report.headline
+            assert "NVRM: Xid" in report.evidence[0]
     # What is no error of CUDA's has nothing to do with a GPU.
     other = _told(XID.format(79) + "[rank5]: KeyError: 'k'\n")
     assert other.headline == "rank 5 raised KeyError: 'k'"

@@ -78,6 +78,8 @@ def kernel_failed(case: Case, error: Raised) -> Report:
 
 
 _SHOWN = 3  # lines of the driver
+# What has its cause in its words: an assert is always the program's.
+_EXPLAINED = re.compile(r"uncorrectable ECC error|device-side assert|: the assertion ")
 _OF_CUDA = re.compile(r"cuda-(?:kernel|init)-failed|device-(?:busy|missing)|nccl-failed")
 
 
@@ -93,7 +95,7 @@ def with_xids(report: Report, log: Findings) -> Report:
     lines = [f"line {s.place.line}: {cut(s.text, 200)}" for s, _ in told]
     report = replace(report, evidence=(*lines[:_SHOWN], *report.evidence))
     faults = [(f["gpu"], f["xid"]) for _, f in told if f["xid"] in nvidia.FAULTS]
-    if not faults or "uncorrectable ECC error" in report.headline:
+    if not faults or _EXPLAINED.search(report.headline):
         return report
     gpu, xid = faults[0]
     look = "see whether the driver still has that GPU, and its counts of errors"
