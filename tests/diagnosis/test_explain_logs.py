@@ -1234,8 +1234,12 @@ def test_of_errors_that_name_no_rank_the_first_to_end_has_the_one_that_is_a_caus
     raised = TRACEBACK.format("ValueError: bad loss")
     lost = IN_CALL.format(0, 9, "all_reduce", CLOSED).replace("[rank0]: ", "")
     ends = FAILURES.format(ROW.format(0, 1, TO_ENABLE), ROW.format(1, 1, TO_ENABLE))
-    assert _told(raised + lost + ends)[0].ranks == (1,)
-    assert _told(raised + ends)[0].ranks == (0, 1)
+    (one,) = _told(raised + lost + ends)
+    assert (one.ranks, one.confidence) == ((1,), "likely")  # both ended in one second
+    (both,) = _told(raised + ends)
+    assert (both.ranks, both.confidence) == ((0, 1), "certain")
+    (one,) = _told(raised + lost + FAILURES.format("", ROW.format(1, 1, TO_ENABLE)))
+    assert (one.ranks, one.confidence) == ((1,), "certain")
 
 
 SAVING = """\

@@ -169,11 +169,14 @@ class _Log:
             traceback = f"{error.traceback}\n{first.error.message}"
             error = msgspec.structs.replace(error, traceback=traceback)
         numbers = sorted({rank for s in group for rank in _numbers(s)} - {-1})
-        numbers = numbers or self._attributed(groups)
+        doubt = self._doubt_of(group)
+        if not numbers:
+            numbers, why = self._attributed(groups)
+            doubt = doubt or why
         yield from self._of_one(
             msgspec.structs.replace(best, place=first.place, error=error),
             numbers=numbers,
-            doubt=self._doubt_of(group) or ("" if numbers else self._unprefixed()),
+            doubt=doubt,
         )
 
     def _doubt_of(self, group: Sequence[Sighting]) -> str:
@@ -193,17 +196,21 @@ class _Log:
             return "lines of the same process follow it, and nothing says that it ended: it may have been handled"
         return ""
 
-    def _attributed(self, groups: Sequence[Sequence[Sighting]]) -> list[int]:
+    def _attributed(self, groups: Sequence[Sequence[Sighting]]) -> tuple[list[int], str]:
         """Return the ranks that failed by the launcher's word and show no error that ended them,
         when there is one nameless error for them. Where others have no name either, the one that the
-        launcher says was the first.
+        launcher says was the first: it may be another's, as ranks may end in any order. Also return
+        what speaks against it.
         """
         if sum(all(_rank(s) < 0 for s in one) for one in groups) != 1:
-            return []
+            return [], self._unprefixed()
         failed = [s.end for s in self._ends if s.end.code and s.end.rank not in self._spoke]
-        if any(_rank(s) < 0 and s not in self._own for s in self._errors):
+        doubt = ""
+        if len(failed) > 1 and any(_rank(s) < 0 and s not in self._own for s in self._errors):
             failed = [end for end in failed if end.first] or failed
-        return sorted({end.rank for end in failed} - {-1})
+            doubt = "its traceback has no prefix of a rank, and more than one rank failed"
+        numbers = sorted({end.rank for end in failed} - {-1})
+        return numbers, doubt if numbers else self._unprefixed()
 
     def _unprefixed(self) -> str:
         """Return what speaks against a rank's exit by an error without a name: torch names the rank
