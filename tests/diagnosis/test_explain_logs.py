@@ -1346,6 +1346,42 @@ CALLED = """\
 """
 
 
+STARTED = """\
+Traceback (most recent call last):
+  File "{}", line 325, in main
+    raise subprocess.CalledProcessError(returncode=code, cmd=cmd)
+subprocess.CalledProcessError: Command '[{}]' {}.
+"""
+SEGV, KILL = "died with <Signals.SIGSEGV: 11>", "died with <Signals.SIGKILL: 9>"
+NUMACTL = "'/usr/bin/numactl', '-C', '0-31', '-m', '0', '/opt/py/bin/python', '-u', 'train.py'"
+
+
+@pytest.mark.parametrize("command", [NUMACTL, "'./train.sh', '--lr', '1e-4'", "'python', 'a.py'"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/opt/py/accelerate/commands/launch.py",
+        "/opt/py/deepspeed/launcher/launch.py",
+        "/opt/py/torch/distributed/launch.py",
+    ],
+)
+def test_what_a_launcher_started_is_known_by_where_it_raises(file: str, command: str) -> None:
+    (report,) = _told("step 1\n" + STARTED.format(file, command, SEGV))
+    assert report.code == "rank-crashed", render.text((report,))
+    (report,) = _told("step 1\n" + STARTED.format(file, command, KILL))
+    assert report.code == "rank-killed"
+    exited = STARTED.format(file, command, "returned non-zero exit status 1")
+    (report,) = _told("[rank0]: KeyError: 'k'\n" + exited)
+    assert (report.code, report.ranks, report.confidence) == ("rank-raised", (0,), "certain")
+
+
+def test_a_tool_around_python_is_known_by_the_command_alone() -> None:
+    last = STARTED.format("", NUMACTL, SEGV).splitlines()[-1]
+    assert _told(last)[0].code == "rank-crashed"
+    other = _told(STARTED.format("/srv/tile.py", "'./tile.sh', 'python'", SEGV))[0]
+    assert other.code == "rank-raised"  # of the program's own
+
+
 @pytest.mark.parametrize(
     "ended", ["returned non-zero exit status 3.", "died with <Signals.SIGKILL: 9>."]
 )

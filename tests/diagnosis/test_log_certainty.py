@@ -452,7 +452,9 @@ def test_an_error_that_a_program_causes_is_only_shown() -> None:
         assert "NVRM: Xid" in report.evidence[0]
     # An assert is the program's, whatever the driver says.
     asserted = _raised_in("torch/_tensor.py", "backward", "device-side assert triggered")
-    index = "x/Indexing.cu:1255: f: block: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n"
+    index = (
+        "x/Indexing.cu:1255: f: block: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n"
+    )
     for words in (asserted, asserted + index):
         for xid in (48, 63, 79):
             report = _told(XID.format(xid) + words)

@@ -125,10 +125,23 @@ def _line(
 _TOOLS = r"(?:gcc|g\+\+|cc|c\+\+|clang|nvcc|hipcc|ninja|make|cmake|git|ldconfig|nvidia-smi)"
 # What a launcher starts. Of any other command (gcc, aws, sh) a library or the program tells.
 _STARTED = (
-    r"Command '(?:\[')?(?:[^\s']{0,200}[/\\])?"
+    r"Command '(?:\[')?(?:[^\s']{0,200}[/\\])?(?:numactl', '(?:[^']{0,80}', '){1,8}?(?:[^\s']{0,200}[/\\])?)?"
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|mpirun|mpiexec|srun|ssh|pdsh)"
     r"(?:\.exe)?(?![\w.-])"
 )
+
+
+def _called(command: str) -> _Line:
+    """Return the line of Python's exception for a command that failed."""
+    return _line(
+        "CalledProcessError: ",
+        rf"CalledProcessError: (?!Command '(?:\[')?ssh\b){command}.{{0,4000}} "
+        r"(?:returned non-zero exit status (?P<code>-?\d+)|died with <Signals\.(?P<name>SIG\w+): \d+>)",
+        by="the launcher",
+        first=True,
+    )
+
+
 SERVICE = "the service that ran it"
 # Python up to 3.10 has the name, and later ones the number.
 _SIGNAL = r"(?:(?P<signal>\d+)|Signals\.(?P<name>SIG\w+))"
@@ -217,13 +230,7 @@ _LINES = (
         first=True,
     ),
     _line("return code", r"exits with return code = (?P<code>-?\d+)", by="DeepSpeed", first=True),
-    _line(
-        "CalledProcessError: ",
-        rf"CalledProcessError: (?!Command '(?:\[')?ssh\b){_STARTED}.{{0,4000}} "
-        r"(?:returned non-zero exit status (?P<code>-?\d+)|died with <Signals\.(?P<name>SIG\w+): \d+>)",
-        by="the launcher",
-        first=True,
-    ),
+    _called(_STARTED),
     _line(
         "terminated with",
         r"process (?P<rank>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+))",
@@ -455,9 +462,11 @@ _LINES = (
 )
 
 
-def told_by(text: str) -> Told | None:
-    """Read a line that is known; None for others."""
-    for line in _LINES:
+def told_by(text: str, *, of_launcher: bool = False) -> Told | None:
+    """Read a line that is known; None for others. `of_launcher`: a launcher raised it, whose
+    command may be any.
+    """
+    for line in (_called(""), *_LINES) if of_launcher else _LINES:
         if line.word in text and (found := line.words.search(text)) is not None:
             return _told(line, found.groupdict())
     return None
@@ -643,6 +652,10 @@ _WRAPPERS = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
     r"|UnexpectedStatusException|ExecuteUserScriptError)$"  # SageMaker
 )
+# Where launchers raise CalledProcessError for what they started, a script or a tool around Python.
+_RAISING = re.compile(
+    r"(^|/)(?:accelerate/commands/\w+|deepspeed/launcher/\w+|torch/distributed/launch)\.py$"
+)
 
 
 def of_launcher(error: Raised, rank: int = -1) -> bool:
@@ -651,5 +664,8 @@ def of_launcher(error: Raised, rank: int = -1) -> bool:
     """
     if not error.type.endswith("CalledProcessError"):
         return bool(_WRAPPERS.search(error.type))
-    called = any(frame.file.endswith("/subprocess.py") for frame in error.frames[-1:])
-    return re.match(_STARTED, error.message) is not None and not (rank >= 0 and called)
+    by = error.frames[-1].file if error.frames else ""
+    if _RAISING.search(by):
+        return True
+    called = rank >= 0 and by.endswith("/subprocess.py")
+    return not called and re.match(_STARTED, error.message) is not None

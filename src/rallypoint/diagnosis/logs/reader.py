@@ -279,7 +279,8 @@ class Reader:
     def _raised(self, sighting: Sighting) -> None:
         error, speaker = sighting.error, sighting.speaker
         of_launcher = schedulers.of_launcher(error, speaker.rank)
-        told = schedulers.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
+        words = f"{error.type.rpartition('.')[2]}: {error.message}"
+        told = schedulers.told_by(words, of_launcher=of_launcher)
         by_service = told is not None and getattr(told[1], "by", "") == schedulers.SERVICE
         if of_launcher or by_service or error.type == "Exception":
             self._failed = True
