@@ -335,6 +335,18 @@ def test_a_loaders_worker_that_ended_with_a_stop_is_no_cause(stop: str) -> None:
     assert (before.code, before.ranks) == ("rank-killed", (0,))
     gone = "[rank0]: RuntimeError: DataLoader worker (pid(s) 33, 34) exited unexpectedly\n"
     assert len(diagnose(Reader("train.log").read([(stop + gone).encode()]))) == 1
+    closing = "".join(
+        f"W0501 api.py:9] Sending process {n} closing signal SIGTERM\n" for n in range(8)
+    )
+    frames = "[rank{0}]: Traceback (most recent call last):\n" + "".join(
+        f'[rank{{0}}]:   File "/srv/train.py", line {n}, in f{n}\n[rank{{0}}]:     f()\n'
+        for n in range(9)
+    )
+    every = "".join((frames + gone.replace("rank0", "rank{0}")).format(rank) for rank in range(8))
+    assert len(diagnose(Reader("train.log").read([(stop + closing + every).encode()]))) == 1
+    # A run that was started again writes into the same log.
+    later = (stop + "step 101\n" * 6 + gone).encode()
+    assert len(diagnose(Reader("train.log").read([later]))) == 2
     killed = _told(stop + WORKER_ENDED.replace("Terminated", "Killed"))
     assert killed.code == "interrupted"
     assert killed.confidence == "likely"

@@ -35,6 +35,11 @@ SOON = 10
 start".
 """
 
+AFTER_STOP = 5
+"""Lines of others that may stand between a stop and what it ends, beside the launcher's line for
+each process. A later run in the same log writes more.
+"""
+
 # Ranks that a message names as its own.
 _NAMED_RANKS = (
     re.compile(r"rank (\d+) and rank (\d+) both on"),
@@ -106,10 +111,11 @@ class _Log:
         self._findings = findings
         self._seen = findings.sightings
         self._ends = _ends(findings)
+        by_stop = self._ended_by_stop()
         self._errors = [
             s
             for s in self._seen
-            if s.has_error and not classify.is_stop(s.error) and not self._ended_by_stop(s)
+            if s.has_error and not classify.is_stop(s.error) and s not in by_stop
         ]
         self._own = [s for s in self._errors if not _is_dump(s) and _is_own(s.error)]
         self._sure = [s for s in self._own if not s.went_on or _is_final(s)]
@@ -126,15 +132,23 @@ class _Log:
         self.workers_killed = victims.intersection(pid for pid, _ in workers)
         """DataLoader's workers that the kernel names among those that it killed for memory."""
 
-    def _ended_by_stop(self, sighting: Sighting) -> bool:
-        """Tell whether an error is a DataLoader's word that its worker ended, by no signal or by
-        SIGTERM, after the job was stopped: whoever stops a job sends that to all of its processes.
+    def _ended_by_stop(self) -> list[Sighting]:
+        """List a DataLoader's words that its worker ended, by no signal or by SIGTERM, soon after
+        the job was stopped: whoever stops a job sends that to all of its processes. What follows
+        one of these soon is of the same stop.
         """
-        worker, at = classify.loader_killed(sighting.error), sighting.place
-        if worker[1] != SIGTERM if worker else not classify.loader_gone(sighting.error.message):
-            return False
-        stops = (s.place for s in self._seen if s.sign is Sign.INTERRUPTED)
-        return any(place.log != at.log or place.line < at.line for place in stops)
+        stops = {s.place.log for s in self._seen if s.sign is Sign.INTERRUPTED}
+        found: list[Sighting] = []
+        until: dict[str, int] = {}
+        for s in sorted(self._seen, key=_line):
+            at = s.place
+            soon = at.line <= until.get(at.log, -1)
+            if soon or s.sign is Sign.INTERRUPTED:
+                last = max(at.line, at.last) + AFTER_STOP + len(self._findings.stopped)
+                until[at.log] = max(last, until.get(at.log, 0))
+            if (soon or stops - {at.log}) and _is_worker_stopped(s.error):
+                found.append(s)
+        return found
 
     # --- exceptions
 
@@ -444,6 +458,11 @@ def _victim(sighting: Sighting) -> tuple[int, str]:
     """
     found = _VICTIM.search(sighting.text)
     return (int(found[1]), found[0]) if found is not None else (0, "")
+
+
+def _is_worker_stopped(error: Raised) -> bool:
+    worker = classify.loader_killed(error)
+    return worker[1] == SIGTERM if worker else bool(classify.loader_gone(error.message))
 
 
 def _is_dump(sighting: Sighting) -> bool:
