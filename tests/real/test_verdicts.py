@@ -269,6 +269,7 @@ def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path, asynchronous: s
     program = HIDES.replace("REDUCES", f"dist.all_reduce(torch.ones(1){asynchronous})")
     result = run_job(["-n", "2", _write(tmp_path, program)], state=tmp_path)
     assert result.report.startswith("error[rank-left-early]: rank 1 "), result.everything
+    assert "and then raised ValueError: training diverged" in result.prose, result.everything
 
 
 @pytest.mark.parametrize(("then", "line"), [("gives up", ""), ("goes on", "train.py:12 in")])

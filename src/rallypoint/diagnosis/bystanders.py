@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rallypoint.diagnosis import classify
+from rallypoint.diagnosis import classify, tracebacks
 from rallypoint.diagnosis.causes import case as cases
+from rallypoint.diagnosis.causes.wording import named
 from rallypoint.diagnosis.evidence import JobEvidence
-from rallypoint.diagnosis.rank_kinds import SAME_MOMENT, Kind, Verdict, moment
+from rallypoint.diagnosis.rank_kinds import SAME_MOMENT, Kind, Verdict, kind_of, moment
 
 
 def then_told(
@@ -34,6 +35,9 @@ def then_told(
         became = _BECAME.get(kind, "")
         if kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code:
             became = classify.AFTER_ANOTHER[verdict.error.code]
+        elif kind is Kind.LOST and (own := rank.raised) and kind_of(own) is Kind.RAISED:
+            # It had caught the loss, and did not raise this from it.
+            became += "" if tracebacks.wrapped(own) else f"{_RAISED}{named(own)}"
         elif kind in (Kind.STOPPED, Kind.ALIVE):
             became = "were stopped"
             if kind is Kind.ALIVE and job.on_failure == "continue":
@@ -53,7 +57,8 @@ def then_told(
     acquitted = "it is not at fault" if count == 1 else "they are not at fault"
     told = [_sentence(job, others[words], words) for words in innocent if words in others]
     told += [acquitted] if count and acquit else []
-    for words in ("go on", _LEAVING, *rest, home, f"caught an error and {home}"):
+    later = [words for words in others if _RAISED in words]
+    for words in (*later, "go on", _LEAVING, *rest, home, f"caught an error and {home}"):
         if words in others:
             told.append(_sentence(job, others[words], words))
     if job.log is not None and job.log.stopped and "were stopped" not in others:
@@ -66,6 +71,7 @@ _OF_STORE = tuple(dict.fromkeys(classify.AFTER_ANOTHER.values()))
 _LEAVING = "were leaving by the same sys.exit, and stopped"
 _PERHAPS_FOR_IT = (Kind.EXITED, Kind.NCCL, Kind.ABORTED)
 _FOR_IT = ", likely for that reason"
+_RAISED = ", and then raised "
 
 _BECAME = {
     Kind.LOST: "lost the connection to a peer",
