@@ -59,7 +59,7 @@ def until(what: Callable[[], object], seconds: float = DEADLINE) -> None:
 def let_servers_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients wait for what the server says when a wait is over. A busy machine may say it
     seconds late; that a client does not wait for it for long is for test_deadlines.py."""
-    monkeypatch.setattr("rallypoint.store.client.call.LEAST_GRACE", 5.0)
+    monkeypatch.setattr("rallypoint.store.client.session.GRACE", 5.0)
 
 
 def transport(store: Store) -> str:

@@ -52,18 +52,10 @@ class Call(msgspec.Struct, eq=False, gc=False):
 
 
 GRACE = 1.0
-"""Seconds: the most that `grace` is."""
-
-LEAST_GRACE = 0.15
-"""Seconds: `grace` of a short wait."""
-
-
-def grace(wait: float) -> float:
-    """Return how much longer than the server a client waits for an answer that is due after `wait`
-    seconds: the server's is better, for it says what is known, but a frozen one must not hold
-    anybody up by more than a tenth (or what a busy machine needs anyway: a server that shares two
-    processors with a test suite comes to its timers tens of milliseconds late)."""
-    return min(GRACE, max(LEAST_GRACE, 0.08 * wait))
+"""Seconds for which a client waits longer than the server for the answer to a wait. The server's is
+better, for it says what is known, and on a busy machine it comes some tenths of a second late; but
+a frozen server must not hold anybody up for long.
+"""
 
 
 def outcome_of(call: Call, happened: frozenset[int] | None = None) -> Outcome:

@@ -28,7 +28,7 @@ from rallypoint.errors import Advice, RallypointError, StoreTimeout, StoreUnreac
 from rallypoint.host.unix_sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.store.client import deferred_log
-from rallypoint.store.client.call import Call, asked_of, grace, outcome_of, told_of
+from rallypoint.store.client.call import GRACE, Call, asked_of, outcome_of, told_of
 from rallypoint.store.client.connect import DialFailed, Failure, Opened, OpenSocket
 from rallypoint.store.client.connect_errors import stopped
 from rallypoint.store.client.connection import (
@@ -182,7 +182,7 @@ class Session:
         """
         answers: list[Answer] = []
         began = self._now()
-        deadline = began + (wait + grace(wait) if wait else self.timeout)
+        deadline = began + (wait + GRACE if wait else self.timeout)
         ticket = self.slots.take()
         slot = ticket.slot
         slot.into = into
