@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from types import FrameType
 
 import pytest
@@ -45,3 +47,56 @@ def test_a_handler_that_raises_while_a_thread_starts_leaves_the_mask(
         threads.start(os.getpid, "test")
     monkeypatch.undo()
     assert mask() == before
+
+
+SLOW_TO_BEGIN = """
+import atexit, threading, time
+atexit.register(lambda: print("before the end", started.ident is not None))  # registered first: runs last
+from rallypoint.host import threads
+start = threading._start_new_thread
+coming = threading.Event()
+
+def slow(function, arguments):
+    coming.set()
+    time.sleep(0.3)  # a machine that is busy
+    return start(function, arguments)
+
+def start_slowly():
+    threading._start_new_thread = slow
+    started.start()
+
+started = threads.OwnThread(lambda: None, "second")
+threads.start(start_slowly, "first")
+coming.wait()
+"""
+
+STARTED_AT_THE_END = """
+import atexit, threading
+wanted, answered = threading.Event(), threading.Event()
+atexit.register(lambda: (wanted.set(), answered.wait(60)))  # registered first: runs last
+from rallypoint.host import threads
+
+def start():
+    wanted.wait()
+    try:
+        threads.start(lambda: None, "second")
+    except RuntimeError as error:
+        print(error)
+    answered.set()
+
+threads.start(start, "first")
+"""
+
+
+def output_of(program: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+def test_a_thread_that_another_one_starts_has_begun_when_the_interpreter_ends() -> None:
+    assert output_of(SLOW_TO_BEGIN) == "before the end True\n"
+
+
+def test_no_thread_is_started_by_another_one_while_the_interpreter_ends() -> None:
+    assert output_of(STARTED_AT_THE_END) == "the interpreter ends\n"

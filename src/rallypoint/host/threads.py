@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import threading
 from collections.abc import Callable
+
+BEGIN_SECONDS = 5.0
+"""Longest wait, at the interpreter's end, for a thread that another thread is starting."""
+
+_starting = threading.Lock()  # held by a thread that starts another one; never by the main thread
+_ended = False
 
 
 class OwnThread(threading.Thread):
@@ -15,7 +23,17 @@ class OwnThread(threading.Thread):
         super().__init__(target=run, name=f"rallypoint: {name}", daemon=True)
 
     def start(self) -> None:
-        """Start it. Raises RuntimeError when the machine has no more threads."""
+        """Start it. Raises RuntimeError when the machine has no more threads, or the interpreter
+        ends."""
+        if threading.current_thread() is threading.main_thread():
+            self._start_without_signals()  # returns when it runs: the interpreter cannot end before
+            return
+        with _starting:
+            if _ended:
+                raise RuntimeError("the interpreter ends")
+            self._start_without_signals()
+
+    def _start_without_signals(self) -> None:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:  # a handler may raise in the next call
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -24,8 +42,29 @@ class OwnThread(threading.Thread):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def _end_starting() -> None:
+    """Wait for the thread that is being started, and let no other begin: until Python 3.11.6 and
+    3.12.1, one that first runs when the interpreter is gone reads freed memory (SIGSEGV,
+    https://github.com/python/cpython/issues/108987)."""
+    global _ended
+    _ended = True
+    if _starting.acquire(timeout=BEGIN_SECONDS):
+        _starting.release()
+
+
+def _start_anew() -> None:
+    """Forget, in a forked child, a thread that another one of the parent was starting."""
+    global _starting
+    _starting = threading.Lock()
+
+
+atexit.register(_end_starting)
+os.register_at_fork(after_in_child=_start_anew)
+
+
 def start(run: Callable[[], object], name: str) -> OwnThread:
-    """Run this in a thread of ours. Raises RuntimeError when the machine has no more threads."""
+    """Run this in a thread of ours. Raises RuntimeError when the machine has no more threads, or the
+    interpreter ends."""
     thread = OwnThread(run, name)
     thread.start()
     return thread
