@@ -39,6 +39,24 @@ def test_the_first_of_a_chain_is_the_one() -> None:
     assert found.frames == (Frame("/a/train.py", 7, "main", "dist.init_process_group()"),)
 
 
+FROM = "The above exception was the direct cause of the following exception:"
+
+
+@pytest.mark.parametrize("links", [1, 3])
+def test_the_text_of_an_exception_shows_from_what_it_was_raised(links: int) -> None:
+    block = ["Traceback (most recent call last):", '  File "/a/train.py", line 7, in main']
+    chain = [*block, "KeyError: 'x'"]
+    for link in range(links):
+        chain += ["", FROM, "", *block, f"ValueError: {link}"]
+    earlier = [*block, "OSError: handled", "epoch 2"]
+    found = tracebacks.exception_in([*earlier, *(f"[rank1]: {line}" for line in chain)])
+    assert found is not None
+    assert (found.message, found.traceback) == (f"{links - 1}", "\n".join(chain))
+    first = tracebacks.wrapped(found)
+    assert first is not None
+    assert first.type == "KeyError"
+
+
 def test_the_prefix_that_torch_puts_before_each_line() -> None:
     assert tracebacks.exception_in([f"[rank2]: {line}" for line in TWO]) == tracebacks.exception_in(
         TWO

@@ -973,6 +973,31 @@ HISTORIES = [
         "rank 0 raised ValueError: shapes do not match: 512 and 500",
     ),
     History(
+        "plain-chain-that-began-with-a-lost-peer",  # the log alone shows from what it was raised
+        job(
+            rank(0, 1, said=tuple(VALUE.traceback.splitlines())),
+            rank(
+                1,
+                1,
+                order=1,
+                said=(
+                    "Traceback (most recent call last):",
+                    '  File "train.py", line 9, in <module>',
+                    f"RuntimeError: {CLOSED}",
+                    "",
+                    "The above exception was the direct cause of the following exception:",
+                    "",
+                    "Traceback (most recent call last):",
+                    '  File "train.py", line 11, in <module>',
+                    "StepFailed: step 1 failed",
+                ),
+            ),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
         "recorded-by-record",
         job(
             rank(

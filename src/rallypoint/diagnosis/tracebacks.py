@@ -100,7 +100,7 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
     does not end in one.
 
     Of exceptions raised while another was handled it is the first one, as for
-    `RankEvidence.raised`.
+    `RankEvidence.raised`. Its `traceback` shows those as well that it was raised from.
     """
     lines = [_RANK.sub("", line) for line in lines]
     starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
@@ -122,7 +122,12 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         found, last = raised, start
         if _DURING not in lines[max(start - 2, 0) : start]:
             break
-    return found
+    first = last
+    for start in reversed(starts):
+        if _DIRECTLY.strip() in lines[max(first - 2, 0) : first] and start < first:
+            first = start
+    shown = "\n".join(lines[first:last])
+    return replace(found, traceback=f"{shown}\n{found.traceback}") if found and shown else found
 
 
 def other_traceback(lines: Sequence[str], than: str) -> str:
