@@ -144,7 +144,7 @@ STORIES_TOLD = [
     ),
     Story(
         "a-network-fails-for-a-moment-and-a-node-gives-itself-up",
-        job(WAITING, gone=[gone(1, 4, 5, 6, 7, how="left", silent=0.0, looked="refused")]),
+        job(WAITING, gone=[gone(1, 4, 5, 6, 7, how="goodbye", silent=0.0, looked="refused")]),
         "node-lost",
         (4, 5, 6, 7),
         confidence="likely",
@@ -339,7 +339,7 @@ def test_every_story_has_its_job() -> None:
             ("for 2.0 s; 10.0.0.1 takes connections again", "or the launcher was stopped (likely)"),
         ),
         (
-            node_causes.lead_lost(lead("left", "refused")),
+            node_causes.lead_lost(lead("goodbye", "refused")),
             ("its launcher left the job by itself", "see the report of that node (likely)"),
         ),
         (

@@ -170,7 +170,7 @@ def test_a_server_that_says_that_it_ends_is_known_by_that(server: Server) -> Non
     with joined(server.address) as member:
         server.stop("enough for today")
         until(lambda: member.left == 0.0)
-        assert member.how_lost == "left"
+        assert member.how_lost == "goodbye"
 
 
 def test_a_server_that_stands_still_is_not_taken_for_dead() -> None:

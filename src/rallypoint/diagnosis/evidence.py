@@ -156,7 +156,7 @@ class NodeEvidence(msgspec.Struct, frozen=True):
     error: float = 0.0  # seconds by which that sum may be wrong
 
 
-How = Literal["left", "connection ended", "lease over"]
+How = Literal["goodbye", "connection ended", "lease over"]
 Look = Literal["", "refused", "listening", "silent", "dropped", "unreachable"]
 
 

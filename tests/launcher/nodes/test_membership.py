@@ -186,7 +186,7 @@ def test_a_node_that_says_that_it_leaves_is_not_told_as_killed(join: Join) -> No
     _of_kind(lead, Judge)
     lead.send(EvidenceOf(0, NodeEvidence()))
     _of_kind(lead, Sentence)
-    assert [(one.node, one.how) for one in lost] == [(1, "left")]
+    assert [(one.node, one.how) for one in lost] == [(1, "goodbye")]
 
 
 def test_a_loss_began_when_the_connections_ended_and_not_when_it_was_decided(join: Join) -> None:

@@ -17,7 +17,7 @@ from rallypoint.world import ranges, ranks_phrase
 HOSTS_MOST = 4  # nodes that are named because they told nothing
 
 _HOW = {
-    "left": "its launcher left the job by itself: it had lost contact with node 0, or was stopped for a while; see the report of that node",
+    "goodbye": "its launcher left the job by itself: it had lost contact with node 0, or was stopped for a while; see the report of that node",
     "connection ended": "the connection of its launcher ended, and it did not come back",
     "lease over": "nothing was heard of its launcher for {0:.1f} s",
 }
@@ -33,7 +33,7 @@ _SEEN = {
 }
 """What a look at a node's host showed, and what follows from it."""
 
-_OPEN = ("left", "back", "lead back", "listening")
+_OPEN = ("goodbye", "back", "lead back", "listening")
 """Looks that leave it open whether the launcher has failed, or the network for a while."""
 
 
@@ -107,8 +107,8 @@ def _shown(node: LostNode) -> str:
     """Return what the look shows beside how the node was lost. Only on node 0 does it matter what
     listens: on another host it is none of the job's.
     """
-    if node.how == "left":
-        return "left"
+    if node.how == "goodbye":
+        return "goodbye"
     if node.looked == "refused" or (node.looked == "listening" and node.node):
         back = "back" if node.node else "lead back"
         return "gone" if node.how == "connection ended" else back

@@ -306,7 +306,7 @@ class LeadRunner:
         if gone is None or node is None:
             return
         at = self._clock.elapsed()
-        how, since = self._ended.get((gone.host, gone.pid), ("left", at))
+        how, since = self._ended.get((gone.host, gone.pid), ("goodbye", at))
         address = gone.addresses[0] if gone.addresses and self._is_running() else ""
         loss = LostNode(
             node,

@@ -85,8 +85,8 @@ class Member(Client):
         return self._session.left
 
     @property
-    def how_lost(self) -> Literal["left", "connection ended", "lease over"]:
-        """How it came that `left` is 0: see `Session.how_lost`."""
+    def how_lost(self) -> Literal["goodbye", "connection ended", "lease over"]:
+        """Why `left` is 0; see `Session.how_lost`."""
         return self._session.how_lost
 
     @property

@@ -584,12 +584,12 @@ class Session:
         return max(0.0, until - self._now()) if self.end is None else 0.0
 
     @property
-    def how_lost(self) -> Literal["left", "connection ended", "lease over"]:
-        """How it came that `left` is 0: the server has said that it leaves, its last connection
+    def how_lost(self) -> Literal["goodbye", "connection ended", "lease over"]:
+        """Why no seconds are left: the server has said goodbye, its last connection
         ended and there was no other in time, or nothing was heard of the server for so long.
         """
         if self.end is not None and self.end.refusal is None:
-            return "left"
+            return "goodbye"
         ended = self._alone + self.orphan < self.confirmed + self.ttl * SURE
         return "connection ended" if ended else "lease over"
 
