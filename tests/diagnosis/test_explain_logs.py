@@ -996,6 +996,13 @@ def test_an_exception_that_is_the_whole_log_and_indented() -> None:
     assert (report.code, report.headline[-8:]) == ("rank-raised", "[7, 256]")
 
 
+def test_what_argparse_said_stands_in_the_headline() -> None:
+    report = _told(
+        "usage: a.py [-h] --lr LR\na.py: error: argument --lr: invalid float value: 'x'\n"
+    )[0]
+    assert report.headline.endswith("exited with code 2: argument --lr: invalid float value: 'x'")
+
+
 def test_a_level_below_frames_is_no_exception() -> None:
     """Below the frames of a traceback that was cut, vLLM's next line began with its level alone."""
     log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    run()\nERROR\n'

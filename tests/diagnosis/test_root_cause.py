@@ -945,6 +945,11 @@ HISTORIES = [
                 code=2,
                 left_at="train.py:8 in main",
                 left_saying="the following arguments are required: --lr\n",
+                said=(
+                    "usage: train.py [-h] --lr LR",
+                    "train.py: error: the following arguments are required: --lr",
+                ),
+                log="/runs/1/rank0.log",
             )
         ),
         "rank-exited",
@@ -2827,6 +2832,18 @@ def test_what_is_missing_is_installed_for_the_python_of_the_ranks() -> None:
     assert [help.command for help in report.help] == ["/env/bin/python3 -m pip install einops"]
     (unknown,) = diagnose(job(*same(2, code=1, raised=error)))
     assert unknown.help[1].command == "python -m pip install einops"
+
+
+def test_a_module_that_lies_near_the_program_is_not_to_be_installed() -> None:
+    own = raised("ModuleNotFoundError", "No module named 'mylib.net'", (MAIN,))
+    own = msgspec.structs.replace(own, module_folder="/home/ada/my repo")
+    (report,) = diagnose(job(*same(2, code=1, raised=own), python="/env/bin/python3"))
+    assert [help.command for help in report.help] == [
+        "export PYTHONPATH='/home/ada/my repo':$PYTHONPATH"
+    ]
+    both = msgspec.structs.replace(own, message="No module named 'datasets'")
+    (report,) = diagnose(job(*same(2, code=1, raised=both), python="/env/bin/python3"))
+    assert len(report.help) == 2  # the folder may be meant, or the package of that name
 
 
 def test_a_barrier_that_broke_for_two_lines_is_one_cause() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +145,46 @@ def test_the_first_of_a_chain(
     path, seen = exception_capture.to_first(caught.value)
     assert (type(path[-1]), seen) == (kind, is_open)
     assert exception_capture.raised(caught.value).is_open == is_open
+
+
+@pytest.mark.parametrize(
+    ("program", "stands_in", "module", "found"),
+    [
+        ("scripts/train.py", ".", "mylib/__init__.py", "."),
+        ("scripts/train.py", "scripts", "mylib.py", "."),
+        ("package/main.py", ".", "package/mylib.py", "package"),
+        ("scripts/train.py", ".", "mylib/images.csv", None),  # a folder of data
+        ("scripts/train.py", ".", "other.py", None),
+    ],
+)
+def test_the_folder_of_a_module_that_lies_near_the_program(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    stands_in: str,
+    module: str,
+    found: str | None,
+) -> None:
+    for name in (program, module):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    source = "import mylib.net\n"
+    (tmp_path / program).write_text(source)
+    monkeypatch.chdir(tmp_path / stands_in)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec(compile(source, tmp_path / program, "exec"), {})
+    folder = exception_capture.raised(caught.value).module_folder
+    assert folder == ("" if found is None else str(tmp_path / found).removesuffix("/."))
+
+
+def test_a_library_without_its_dependency_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mylib.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec(compile("import mylib", "/env/lib/python3.11/site-packages/a/b.py", "exec"), {})
+    assert exception_capture.raised(caught.value).module_folder == ""
 
 
 def test_the_frames_of_the_first_of_a_chain_begin_where_the_program_does() -> None:

@@ -75,6 +75,8 @@ class Raised(msgspec.Struct, frozen=True):
     on_its_way: bool = False
     errno: int = 0
     filename: str = ""  # OSError's or SyntaxError's
+    # that holds the module which was not found, near the program, where Python does not look
+    module_folder: str = ""
     # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook
     # recognised (group-twice)
     code: str = ""

@@ -238,20 +238,39 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
     filename = first.filename if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
+    frames = reduce(joined, (frames_of(one.__traceback__) for one in path))[-FRAMES_MOST:]
     return Raised(
         type=sayable(type_name(type(first))),
         message=sayable(message_of(first)),
-        frames=reduce(joined, (frames_of(one.__traceback__) for one in path))[-FRAMES_MOST:],
+        frames=frames,
         traceback=sayable(traceback_text(error)),
         call=call,
         caught_at=caught_at,
         errno=number,
         filename=sayable(filename) if isinstance(filename, str) else "",
+        module_folder=sayable(_folder_of(first, frames)),
         code=ours.code if ours else str(first.__dict__.get("_rallypoint_code", "")),
         why=ours.why if ours else tuple(first.__dict__.get("_rallypoint_why", ())),
         help=ours.help if ours else (),
         is_open=is_open,
     )
+
+
+def _folder_of(error: BaseException, frames: tuple[Frame, ...]) -> str:
+    """Return the folder of a module that the program imports and Python does not find: the working
+    directory, that of the file that imports it, or the one above; "" when none holds it.
+    """
+    file = frames[-1].file if frames else ""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name and name not in sys.modules and stacks.library_path(file) == file:
+        with contextlib.suppress(OSError):  # the working directory has been removed
+            near = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
+            for folder in (*near, *map(os.path.dirname, near)):
+                path = os.path.join(folder, name)
+                inside = os.listdir(path) if os.path.isdir(path) else ()
+                if os.path.isfile(f"{path}.py") or any(one.endswith(".py") for one in inside):
+                    return folder
+    return ""
 
 
 def serials(error: BaseException) -> list[int]:

@@ -251,7 +251,7 @@ def exited(case: Case, caught: Raised | None) -> Report:
     if behind and (unseen or refused):
         sentence = f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program"
         helps = [Help(sentence, case.job.moved)]
-    if rank.log and any(map(schedulers.told_by, rank.said)):
+    if rank.log and any(map(schedulers.by_launcher, rank.said)):
         sentence = "it ran another launcher, and its log has the output of that: diagnose this log"
         helps.append(Help(sentence, f"rallypoint explain {shlex.quote(rank.log)}"))
     return of_end(
@@ -274,10 +274,11 @@ def _exited_by_a_log(case: Case, code: int) -> Report:
         "torchrun --redirects 3 --log-dir logs ...",
     )
     words = words_before(case)
+    said_by = first_line(case.first.left_saying)
     return of_end(
         case,
         "rank-exited",
-        f"{case.subject} exited with code {code}",
+        ": ".join(filter(None, (f"{case.subject} exited with code {code}", said_by))),
         why=case.first.doubt or "no traceback or error of it stands in the log",
         evidence=told_by(case),
         help=() if case.job.log is not None and case.job.log.last_words else [look],

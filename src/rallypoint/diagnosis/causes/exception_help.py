@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes import children
@@ -23,9 +24,9 @@ shown: under the name of an import another package may wait (`pip install sklear
 and others are worse)."""
 
 
-def _install(module: str, python: str) -> tuple[Help, ...]:
-    """Return how to get a module that is not there. `python`: that of the ranks, "" when it is not
-    known.
+def _install(module: str, folder: str, python: str) -> tuple[Help, ...]:
+    """Return how to get a module that is not there. `folder`: that holds it, "" when it is not
+    known; `python`: that of the ranks, "" when it is not known.
     """
     name = module.partition(".")[0]
     package = PACKAGES.get(name)
@@ -41,6 +42,12 @@ def _install(module: str, python: str) -> tuple[Help, ...]:
         "see which Python the ranks run, and whether it has the module",
         f"python -c 'import sys, {name}; print(sys.executable)'",
     )
+    if folder:
+        own = Help(
+            f"{name} is in {folder}, where Python does not look for it: add that folder",
+            f"export PYTHONPATH={shlex.quote(folder)}:$PYTHONPATH",
+        )
+        return (own, install) if package else (own,)
     return (install,) if python else (look, install)
 
 
@@ -143,7 +150,7 @@ def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
     if short == "ModuleNotFoundError" and (
         found := re.search(r"No module named '([\w.]+)'", error.message)
     ):
-        return _install(found[1], job.python)
+        return _install(found[1], error.module_folder, job.python)
     if short == "KeyError" and key in _SCHEDULERS:
         return (
             Help(

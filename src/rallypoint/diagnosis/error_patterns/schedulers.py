@@ -472,6 +472,15 @@ def told_by(text: str, *, of_launcher: bool = False) -> Told | None:
     return None
 
 
+_LAUNCHERS = ("torchrun", "srun", "mpirun", "DeepSpeed", "horovodrun", "Composer", "Paddle")
+
+
+def by_launcher(text: str) -> bool:
+    """Tell whether a launcher says in this line how a process that it had started ended."""
+    told = told_by(text)
+    return told is not None and getattr(told[1], "by", "") in _LAUNCHERS
+
+
 def _told(line: _Line, facts: dict[str, str | None]) -> Told:
     ranks = ranks_of(facts.get("ranks") or "")
     if line.sign is Sign.WATCHDOG:

@@ -349,6 +349,7 @@ class _Log:
             sighting,
             _rank(sighting),
             ended=Ended(end.code, end.signal, status=end.status),
+            left_saying=sighting.text.partition(": error: ")[2] if end.by == "argparse" else "",
             told_by=told_by,
             went_on=sighting.went_on and end.signal > 0,
             doubt=doubt,
