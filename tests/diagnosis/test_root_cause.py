@@ -262,6 +262,12 @@ NO_KEY_OF_TORCH = raised(
     "wait timeout after 1000ms, keys: /default_pg/0//data",
     at=6.0,
 )
+NO_KEY_OF_PROGRAM = raised(
+    "torch.distributed.DistStoreError",
+    "wait timeout after 6000ms, keys: /weights",
+    (MAIN,),
+    at=6.0,
+)
 NOT_BACKWARD = raised("AttributeError", "'NoneType' object has no attribute 'backward'", at=1.4)
 GAVE_UP = raised(
     "RuntimeError",
@@ -1174,6 +1180,19 @@ HISTORIES = [
         "rank-raised",
         (1,),
         "rank 1 raised torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//data",
+        "likely",
+    ),
+    # Nothing shows that rank 0 was to set it: the name may be misspelt.
+    History(
+        "a-key-that-nobody-sets-while-the-others-are-elsewhere",
+        job(
+            rank(0, stack=(MAIN,)),
+            rank(1, 1, at=6.1, raised=NO_KEY_OF_PROGRAM),
+            rank(2, 1, at=6.2, raised=NO_KEY_OF_PROGRAM, order=1),
+        ),
+        "rank-raised",
+        (1, 2),
+        "ranks 1-2 raised torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /weights",
         "likely",
     ),
     History(

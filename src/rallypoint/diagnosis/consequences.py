@@ -265,12 +265,16 @@ def _waited_alone(scene: Scene) -> Report | None:
     only = all(v.kind is Kind.WAITED or moment(v) >= since > 0 for v in scene.hurt)
     own = all(not one.call for _, one in scene.waited)
     keys = all(classify.keys_of_program(one.message) for _, one in scene.waited)
-    if own and keys and only and len(waited) == len(scene.verdicts):
-        return never_set(scene.case(waited), error)
     # All the others stand in a collective, and wait for these.
     elsewhere = bool(absent) and all(stacks.collective(v.rank.stack) is not None for v in absent)
-    if own and elsewhere and all("keys:" in one.message for _, one in scene.waited):
-        return never_set(case_of(scene.job, scene.verdicts, waited, "likely", acquit=False), error)
+    if own and (
+        (keys and only) or (elsewhere and all("keys:" in one.message for _, one in scene.waited))
+    ):
+        alone = len(waited) == len(scene.verdicts)
+        case = case_of(scene.job, scene.verdicts, waited, "likely", acquit=alone)
+        report = never_set(case, error)
+        there = cases.whereabouts(scene.job, [v.rank for v in absent], case.root)
+        return replace(report, evidence=(*report.evidence, *there))
     return _missing(scene, absent, waited, error) if absent and only else None
 
 
