@@ -1003,6 +1003,21 @@ def test_what_argparse_said_stands_in_the_headline() -> None:
     assert report.headline.endswith("exited with code 2: argument --lr: invalid float value: 'x'")
 
 
+@pytest.mark.parametrize(
+    ("logs", "command"),
+    [
+        ("/state/runs/a b/rank1.log:7", "rallypoint show '/state/runs/a b'"),
+        ("/state/runs/a1", "rallypoint show /state/runs/a1"),
+        ("node7:/state/runs/a1/rank1.log:7", "rallypoint show"),  # of another machine
+    ],
+)
+def test_a_report_of_ours_in_a_log_leads_to_its_own_run(logs: str, command: str) -> None:
+    """The newest run, which `show` alone shows, was often another one."""
+    log = "[1] epoch 1\n\nerror[rank-raised]: rank 1 raised ValueError: x\n\n  where  a.py:3\n\n"
+    (report,) = _told(f"{log}  logs   {logs}\n  more   rallypoint explain rank-raised\n")
+    assert [help.command for help in report.help] == [command]
+
+
 def test_a_level_below_frames_is_no_exception() -> None:
     """Below the frames of a traceback that was cut, vLLM's next line began with its level alone."""
     log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    run()\nERROR\n'

@@ -2634,7 +2634,13 @@ def test_a_function_is_started_again_by_launch() -> None:
 @pytest.mark.parametrize(
     ("number", "function", "why", "command"),
     [
-        (0, True, "a rank's standard input is /dev/null", "dist.broadcast"),
+        (0, True, "a rank's standard input is /dev/null", "rallypoint.launch(train, (answer,)"),
+        (
+            0,
+            False,
+            "rank 0 reads what the launcher reads (--debug-rank chooses another): that was at its end, as it is in cron and under nohup",
+            "printf",
+        ),
         (
             1,
             False,

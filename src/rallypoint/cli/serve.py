@@ -102,10 +102,12 @@ def _new_secret(stack: contextlib.ExitStack) -> str:
     import secrets
     import tempfile
 
+    from rallypoint.store.discovery import SERVE_FOLDER
+
     place = os.environ.get("XDG_RUNTIME_DIR")
     try:
         folder = tempfile.mkdtemp(
-            prefix="rallypoint-serve-", dir=place if place and os.access(place, os.W_OK) else None
+            prefix=SERVE_FOLDER, dir=place if place and os.access(place, os.W_OK) else None
         )
         path = os.path.join(folder, SECRET_NAME)
         stack.callback(_remove_secret, folder, path)

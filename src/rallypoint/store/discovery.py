@@ -237,9 +237,14 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
         import shlex
 
         missing = isinstance(error, FileNotFoundError)
-        make = _MAKE.format(shlex.quote(path))
+        make, folder = _MAKE.format(shlex.quote(path)), os.path.dirname(path)
         help = (("copy it from the machine that has it; if none has, make it", make),)
         why = os.strerror(error.errno or 0)
+        if missing and os.path.basename(folder).startswith(SERVE_FOLDER):
+            why = "the `rallypoint serve` that wrote it has ended"
+            help = (("start it again, and export what it prints", "rallypoint serve"),)
+        elif missing and folder and not os.path.isdir(folder):
+            help = ((help[0][0], f"mkdir -p {shlex.quote(folder)} && {make}"),)
         raise _unreadable(shown, why, help if missing else ()) from error
     try:
         found = os.fstat(fd)
@@ -251,6 +256,10 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
         os.close(fd)
     return checked_secret(content, f"the secret in {shown}")
 
+
+SERVE_FOLDER = "rallypoint-serve-"
+"""First part of the name of the folder in which `rallypoint serve` keeps a secret of its own, for as
+long as it runs."""
 
 _MAKE = "(umask 077 && head -c 32 /dev/urandom | base64 > {})"
 """Command that makes a file with a secret."""

@@ -62,16 +62,23 @@ def raised(case: Case, error: Raised | None) -> Report:
 def _no_input(case: Case, error: Raised) -> Report:
     """Tell of `input()` in a rank, or of a debugger: there is one terminal, and many ranks."""
     why = "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null"
+    ask = "ask in that rank alone, or before, and give the others the answer"
+    command = "dist.broadcast_object_list(answer)"
     if case.job.function:
         why = "a rank's standard input is /dev/null"
-    ask = "ask in that rank alone, or before, and give the others the answer"
+        ask = "ask before the launch, and give the function the answer"
+        command = "rallypoint.launch(train, (answer,), nproc=2)"
+    elif case.numbers == (0,):
+        why = "rank 0 reads what the launcher reads (--debug-rank chooses another): that was at its end, as it is in cron and under nohup"
+        ask = "start it from a terminal, or write the answers into its input"
+        command = "printf 'yes\\n' | rallypoint run ..."
     return account(
         case,
         "rank-raised",
         f"{case.subject} raised {named(error)}",
         error,
         why=why,
-        help=[Help(ask, "dist.broadcast_object_list(answer)")],
+        help=[Help(ask, command)],
     )
 
 

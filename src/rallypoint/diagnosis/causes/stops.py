@@ -5,6 +5,7 @@ what.
 from __future__ import annotations
 
 import re
+import shlex
 import signal as signals
 from collections.abc import Sequence
 from typing import Unpack
@@ -220,7 +221,10 @@ def reported(headline: Sighting) -> Report:
     """Tell of a report of rallypoint's own, which stands in the log of a job that it ran."""
     found = re.search(schedulers.REPORTED, headline.text)
     assert found is not None
-    again = Help("see it again, with its timeline and the logs of all ranks", "rallypoint show")
+    folder = "".join(f" {shlex.quote(one)}" for one in headline.lines)
+    again = Help(
+        "see it again, with its timeline and the logs of all ranks", f"rallypoint show{folder}"
+    )
     return Report(
         code=found[1],
         headline=found[2],

@@ -45,6 +45,9 @@ NO_EXCEPTION = "terminate called without an active exception"
 REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
 """The headline of a report of rallypoint's own."""
 
+FOLDER = re.compile(r"^  logs +(/\S.*?)(?:/rank\d+\.log(?::\d+)?)?$")
+"""The run folder, or the log of a rank in it, at the end of such a report."""
+
 Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
 """The content of a line: its kind, the facts in it, the ranks that it names."""
 

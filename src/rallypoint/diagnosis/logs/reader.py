@@ -198,6 +198,8 @@ class Reader:
             self._broken = schedulers.speaking(text, speaker)
         elif classify.says_lost((text,)) or classify.says_waited((text,)):
             self._note(Sign.LOST, number, schedulers.speaking(text, speaker), text)
+        elif (found := schedulers.FOLDER.match(text)) is not None:
+            self._told_folder(found[1])
         elif (found := _STOPPED.search(text)) is not None:
             self._stopped.append(int(found.group(1)))
             self._keep_last_words()
@@ -331,6 +333,12 @@ class Reader:
         of_others = end.by in ("the shell", "SGLang", schedulers.SERVICE)
         if seen is not None and of_others and not end.pid:
             self._watch(_SHELL, "", seen)
+
+    def _told_folder(self, folder: str) -> None:
+        """Note the run folder that stands at the end of a report of ours."""
+        for index, sighting in enumerate(self._seen):
+            if sighting.sign is Sign.REPORTED and not sighting.lines:
+                self._seen[index] = msgspec.structs.replace(sighting, lines=(folder,))
 
     def _note(
         self, sign: Sign, number: int, speaker: Speaker, text: str, lines: tuple[str, ...] = ()
