@@ -1030,6 +1030,40 @@ HISTORIES = [
         "rank 1 crashed with SIGSEGV in train.py:88 in train_step (ctypes string_at)",
         status=139,
     ),
+    # torch 2.13 with gloo, in every program with DDP, where TORCH_DISTRIBUTED_DEBUG is DETAIL
+    History(
+        "segfault-of-ddp-under-detail",
+        job(
+            *(
+                rank(
+                    number,
+                    sig=11,
+                    order=number,
+                    at=1.2,
+                    stack=(
+                        MAIN,
+                        Frame(
+                            "/env/lib/python3.11/site-packages/torch/nn/parallel/distributed.py",
+                            1079,
+                            "__init__",
+                            "",
+                        ),
+                        Frame(
+                            "/env/lib/python3.11/site-packages/torch/nn/parallel/distributed.py",
+                            1473,
+                            "_ddp_init_helper",
+                            "",
+                        ),
+                    ),
+                )
+                for number in range(2)
+            )
+        ),
+        "rank-crashed",
+        (0, 1),
+        "both ranks crashed with SIGSEGV in train.py:120 in <module> (torch __init__)",
+        status=139,
+    ),
     History(
         "segfault-of-a-recursion",
         job(

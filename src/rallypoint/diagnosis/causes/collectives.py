@@ -100,7 +100,7 @@ def sizes_differ(case: Case, error: Raised) -> Report:
         why="the ranks were in different collectives, or in one with tensors of different sizes; gloo does not say which rank sent it",
         help=(
             Help(
-                "let torch compare the calls of all ranks before each of them, and say which differs",
+                "let torch compare the calls of all ranks before each of them, and say which differs (not with DDP: see the page)",
                 "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
             ),
             Help(
@@ -196,7 +196,8 @@ def calls_mismatched(case: Case, error: Raised) -> Report:
 
 
 _COMPARE_CALLS = Help(
-    "let torch compare the calls, and name them", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    "let torch compare the calls, and name them (not with DDP: see the page)",
+    "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
 )
 
 
@@ -355,7 +356,7 @@ def parameters_unused(case: Case, error: Raised) -> Report:
         ),
     ]
     if not names:
-        helps.insert(0, Help("see their names", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"))
+        helps.insert(0, Help("see their names", "export TORCH_DISTRIBUTED_DEBUG=INFO"))
     return account(
         case,
         "parameters-unused",

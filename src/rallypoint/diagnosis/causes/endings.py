@@ -196,6 +196,8 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
         why, confidence = "a recursion without an end filled its stack", "likely"
         keep = "keep Python's limit, which ends a recursion by a RecursionError"
         helps.append(Help(keep, "sys.setrecursionlimit(1000)"))
+    if any(frame.function == "_ddp_init_helper" for frame in stack):
+        helps.append(_LESS_DETAIL)
     return of_end(
         case,
         "rank-crashed",
@@ -206,6 +208,12 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
         help=helps,
         said=said(rank, [line for line in rank.said if not _DUMP.match(line)]),
     )
+
+
+_LESS_DETAIL = Help(
+    "if TORCH_DISTRIBUTED_DEBUG is DETAIL, take INFO: under DETAIL the constructor of DDP crashes (torch 2.13 with gloo)",
+    "export TORCH_DISTRIBUTED_DEBUG=INFO",
+)
 
 
 def exited(case: Case, caught: Raised | None) -> Report:
