@@ -72,6 +72,18 @@ def test_where_a_library_raised_is_kept_when_there_is_room() -> None:
     ]
 
 
+def test_the_programs_last_frame_stands_before_those_of_a_compiled_library() -> None:
+    """Of six frames of a program that read a bad file with pandas the report showed the first."""
+    parser = [
+        words
+        for name in ("read_low_memory", "_read_rows", "_tokenize_rows", "raise_parser_error")
+        for words in frame("pandas/_libs/parsers.pyx", 9, f"pandas._libs.parsers.{name}")
+    ]
+    calls = [words for line in range(1, 7) for words in own(line, f"call{line}")]
+    kept = abridged([HEADER, *calls, *parser, "pandas.errors.ParserError: x"], "pandas.errors", 8)
+    assert {*own(5, "call5"), *own(6, "call6")} <= {*kept}
+
+
 def test_what_was_raised_while_the_cause_was_handled_gives_way() -> None:
     later = [
         "",

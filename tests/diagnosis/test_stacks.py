@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -63,6 +64,34 @@ def test_a_function_that_was_typed_behind_c_is_a_place() -> None:
         '"/venv/lib/python3.11/site-packages/torch/distributed/logger.py"', '"<string>"'
     )
     assert stacks.place(stacks.main_frames(made)).startswith("/home/ada/exp/made.py:42 in step")
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "called"),
+    [
+        ("pandas/_libs/parsers.pyx", "pandas._libs.parsers.TextReader._read_rows", "pandas _read_rows"),
+        ("pyarrow/error.pxi", "pyarrow.lib.check_status", "pyarrow check_status"),
+        ("_tree.pyx", "sklearn.tree._tree.Tree.fit", "sklearn fit"),
+        ("src\\lxml\\etree.pyx", "lxml.etree.parse", "lxml parse"),
+        ("av/container/core.py", "av.container.core.open", "av open"),
+        ("<__array_function__ internals>", "concatenate", ""),
+        ("/home/ada/exp/fast.pyx", "fast.load", None),
+        ("exp/data.py", "load", None),
+        ("data.py", "Data.load", None),
+    ],
+)  # fmt: skip
+def test_a_module_that_was_compiled_is_a_library(
+    file: str, function: str, called: str | None
+) -> None:
+    """Cython leaves frames with the path that a file had where it was built; one that was compiled
+    where the program runs, or by pyximport, has a path that can be opened.
+    """
+    compiled = Frame(file, 9, function)
+    call = f" ({called})" if called else ""
+    line = (
+        f"{file}:9 in {function}" if called is None else f"/home/ada/exp/train.py:42 in step{call}"
+    )
+    assert stacks.place((TOP, STEP, compiled)) == line
 
 
 def test_a_call_of_the_store_is_named_as_a_call_of_torch_is() -> None:

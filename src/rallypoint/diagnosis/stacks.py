@@ -32,6 +32,10 @@ _INTERPRETER = re.compile(
 # one that somebody typed there, and started with `launch`.
 _TYPED = "<string>"
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
+# A file of Cython's by its path where the library was built, and a function, named with its module.
+_BUILT = re.compile(
+    r"(?![/\\<]|[A-Za-z]:)(?:[^:]+\.(?:pyx|px[id]):|(?=(?:.*/)?(?P<of>\w+)/[^:]*\.py:(?P=of)\.)[^:]+:)(?P<module>\w*)"
+)
 _STDLIB = re.compile(r"(?:.*/lib(?:64)?/python3\.\d+t?|[A-Za-z]:/.*/[Ll]ib)/(?P<path>.+)$")
 # Names inside torch that say nothing: decorators around the call that the program made.
 WRAPPERS = frozenset(
@@ -165,12 +169,14 @@ def hidden(frame: Frame) -> bool:
 
 def library(frame: Frame) -> str:
     """Return "torch" for a frame of site-packages/torch, "threading" for one of the standard
-    library, "" for the program's own.
+    library, "pandas" for one of its module in Cython, "" for the program's own.
     """
     if frame.file.startswith(_PACKAGE):  # also where it is not installed, but run from its source
         return "rallypoint"
     if frame.file.startswith("<frozen "):
         return frame.file.strip("<>").removeprefix("frozen ")
+    if (built := _BUILT.match(f"{frame.file}:{frame.function}")) is not None:
+        return built["module"] or "Cython"
     inside = library_path(frame.file)
     return inside.partition("/")[0].removesuffix(".py") if inside != frame.file else ""
 
@@ -180,8 +186,8 @@ def own_index(frames: tuple[Frame, ...]) -> int:
     last one when none does; -1 for ().
     """
     own = [i for i, frame in enumerate(frames) if not library(frame)]
-    # Libraries, too, make functions from text.
-    in_files = [i for i in own if frames[i].file != _TYPED]
+    # Libraries, too, make functions from text: "<string>", "<__array_function__ internals>".
+    in_files = [i for i in own if not frames[i].file.startswith("<")]
     return (in_files or own or [len(frames) - 1])[-1]
 
 
@@ -225,7 +231,9 @@ def place(frames: tuple[Frame, ...], root: str = "") -> str:
     if own is None:
         return ""
     inner = [*_below(frames), *frames[own_index(frames) + 1 :]][:1]
-    called = [f" ({library(one)} {one.function})" for one in inner if library(one)]
+    called = [
+        f" ({library(one)} {one.function.rpartition('.')[2]})" for one in inner if library(one)
+    ]
     return describe(own, root) + "".join(called)
 
 
