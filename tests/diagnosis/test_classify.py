@@ -39,6 +39,38 @@ def test_the_first_of_a_chain_is_the_one() -> None:
     assert found.frames == (Frame("/a/train.py", 7, "main", "dist.init_process_group()"),)
 
 
+STATE_DICT = [
+    "Traceback (most recent call last):",
+    '  File "/a/train.py", line 7, in main',
+    "RuntimeError: Error(s) in loading state_dict for Linear:",
+    '\tMissing key(s) in state_dict: "weight". ',
+    '\tUnexpected key(s) in state_dict: "a". ',
+]
+
+
+def test_a_message_goes_on_in_lines_that_are_indented() -> None:
+    found = tracebacks.exception_in([*STATE_DICT, "", "epoch 2"])
+    assert found is not None
+    assert found.message.splitlines()[1:] == STATE_DICT[3:]
+    assert found.traceback.splitlines() == STATE_DICT
+
+
+@pytest.mark.parametrize(
+    ("after", "went_on"),
+    [
+        ((), False),
+        (
+            ("", "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace."),
+            False,
+        ),
+        (("For debugging consider passing CUDA_LAUNCH_BLOCKING=1",), False),
+        (("epoch 2",), True),
+    ],
+)
+def test_whether_a_program_went_on_after_a_traceback(after: tuple[str, ...], went_on: bool) -> None:
+    assert tracebacks.went_on([*STATE_DICT, *after]) == went_on
+
+
 FROM = "The above exception was the direct cause of the following exception:"
 
 

@@ -87,6 +87,11 @@ _EXPLAIN = re.compile(
 _TRACEBACK = "Traceback (most recent call last):"
 # Python goes on after it
 IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
+# what Hydra, and CUDA's errors in torch, say below any exception
+_CLOSING = re.compile(
+    r"Set the environment variable HYDRA_FULL_ERROR|(?:CUDA|HIP) kernel errors might|For debugging consider"
+    r"|Compile with `TORCH_USE_|Search for `"
+)
 _RANK = re.compile(
     r"^\[rank\d+\]: ?"
 )  # torch's own excepthook puts it before each line once there is a group
@@ -151,7 +156,8 @@ def went_on(lines: Sequence[str]) -> bool:
     lines = [_RANK.sub("", line) for line in lines]
     starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
     block = _block(lines, starts[-1]) if starts else None
-    return block is not None and any(map(str.strip, lines[block[1] :]))
+    rest = lines[block[1] :] if block is not None else ()
+    return any(line.strip() and not _CLOSING.match(line) for line in rest)
 
 
 def _with_code(error: Raised, after: Sequence[str]) -> Raised:
@@ -176,8 +182,13 @@ def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
             told = _EXCEPTION.match(line)
             if told is None:
                 return None
-            shown = "\n".join(lines[start : at + 1])
-            return Raised(told["type"], told["message"] or "", tuple(frames), shown), at + 1
+            end = at + 1
+            ours = told["type"].startswith("rallypoint.errors.")  # what follows are its notes
+            while end < len(lines) and lines[end][:1].isspace() and lines[end].strip() and not ours:
+                end += 1  # the message goes on
+            shown, more = "\n".join(lines[start:end]), lines[at + 1 : end]
+            message = "\n".join((told["message"] or "", *more))
+            return Raised(told["type"], message, tuple(frames), shown), end
     return None
 
 
