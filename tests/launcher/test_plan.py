@@ -375,8 +375,9 @@ def test_torch_is_needed_by_the_template_alone() -> None:
         "torch-missing",
         "torch is not installed in /env/bin/python",
     )
-    assert error.help[0] == ("install torch there", "/env/bin/python -m pip install torch")
-    assert "whl/cpu" in error.help[1][1]
+    assert error.help[0][1].startswith("python -m pip install rallypoint")
+    assert error.help[1] == ("install torch there", "/env/bin/python -m pip install torch")
+    assert "whl/cpu" in error.help[2][1]
     assert plan(machine={"torch": ""}, fresh=True).torch == ""
     assert (
         plan(machine={"torch": ""}, program=Program(kind="command", target="./a.out")).start

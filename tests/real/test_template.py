@@ -460,6 +460,8 @@ def typed_at_the_prompts(
     os.close(ours)
     status = process.wait(DEADLINE)
     assert left_behind(str(folder)) == []
+    # The row of the start had been wiped out together with the prompt, which then was not seen.
+    assert b"\x1b[2K" not in shown[shown.find(b"(Pdb) ") :], shown
     return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
 
 

@@ -385,6 +385,10 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
             f"torch is not installed in {machine.python}",
             why=("workers are forked from one process that has imported torch",),
             help=(
+                (
+                    "if another environment has it, install rallypoint there, and start that one",
+                    "python -m pip install rallypoint && python -m rallypoint run ...",
+                ),
                 ("install torch there", f"{install} torch"),
                 (
                     "without a GPU the CPU build is smaller",

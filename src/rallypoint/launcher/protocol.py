@@ -238,7 +238,7 @@ class Meets(Packet):
 
 class Debugging(Packet):
     """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False)
-    the program goes on.
+    the program goes on. The agent answers the first with `TerminalLeft`.
     """
 
     waits: bool
@@ -396,6 +396,10 @@ class Go(Packet):
 
 class Released(Packet):
     """agent -> worker: the held port is free again."""
+
+
+class TerminalLeft(Packet):
+    """agent -> worker: nothing of the launcher's is drawn on the terminal any more."""
 
 
 class Noticed(Packet):

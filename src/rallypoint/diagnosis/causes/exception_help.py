@@ -16,7 +16,7 @@ PACKAGES = {
     "lightning": "lightning", "matplotlib": "matplotlib", "mpi4py": "mpi4py", "numpy": "numpy", "omegaconf": "omegaconf",
     "pandas": "pandas", "PIL": "pillow", "psutil": "psutil", "pytorch_lightning": "pytorch-lightning", "safetensors": "safetensors",
     "scipy": "scipy", "skimage": "scikit-image", "sklearn": "scikit-learn", "tensorboard": "tensorboard", "tensorboardX": "tensorboardX",
-    "timm": "timm", "torchaudio": "torchaudio", "torchvision": "torchvision", "tqdm": "tqdm", "transformers": "transformers",
+    "timm": "timm", "torch": "torch", "torchaudio": "torchaudio", "torchvision": "torchvision", "tqdm": "tqdm", "transformers": "transformers",
     "wandb": "wandb", "yaml": "pyyaml",
 }  # fmt: skip
 """The packages of modules that training programs import. Of a module that is not here no command is
@@ -169,7 +169,7 @@ def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
         return (
             Help(
                 "a debugger was told to quit, or its stdin was at an end (/dev/null, cron, CI): start from a terminal",
-                f"rallypoint run --debug-rank 0 {job.program}",
+                "rallypoint run --debug-rank 0 ...",
             ),
         )
     return next((helps for pattern, helps in _HELPS if re.search(pattern, error.message)), ())

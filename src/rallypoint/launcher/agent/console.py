@@ -98,8 +98,8 @@ class Console:
             self.pump.live(text)
 
     def give_away(self) -> None:
-        """Leave the terminal to a single rank: nothing of the launcher's may be drawn over its
-        words.
+        """Leave the terminal to a single rank, or to a debugger: nothing of the launcher's may be
+        drawn over its words.
         """
         self.live(None)
         self.pump.settle(SETTLE_TIMEOUT)

@@ -16,7 +16,7 @@ from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.process_status import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import protocol
-from rallypoint.launcher.protocol import ChildrenFailed, Go, Noticed, Packet, Released
+from rallypoint.launcher.protocol import ChildrenFailed, Go, Noticed, Packet, Released, TerminalLeft
 
 # Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute
 # for days must not fill the memory. What a rank writes when it crashes comes after all answers.
@@ -188,6 +188,10 @@ class RankHandle:
     def released(self) -> None:
         """Tell the worker that the held port is free."""
         self._tell(Released())
+
+    def terminal_left(self) -> None:
+        """Tell the worker's debugger that it may write."""
+        self._tell(TerminalLeft())
 
     def _tell(self, message: Packet) -> None:
         try:

@@ -80,6 +80,9 @@ class WorkerMessages:
                 handle.left_at, handle.left_saying = message.line, message.words
             case Debugging(waits):
                 handle.debugging = waits
+                if waits:
+                    job.console.give_away()
+                    handle.terminal_left()
                 job.feed(supervisor.Debugged(handle.rank, waits))
             case ClosesGroup(line):
                 handle.closed_at, handle.closed_line = now, line

@@ -363,7 +363,7 @@ def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
                 return shown, index - len(stack) + len(shown)
 
             def interaction(self, *args: Any, **kwargs: Any) -> None:
-                seen.tell(Debugging(waits=True))
+                seen.take_terminal()
                 try:
                     super().interaction(*args, **kwargs)
                 finally:

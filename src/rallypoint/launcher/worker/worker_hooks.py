@@ -20,11 +20,14 @@ from rallypoint.host.dns_timeouts import quick_lookups
 from rallypoint.launcher import exception_capture, late_variables, protocol
 from rallypoint.launcher.protocol import (
     AtPhase,
+    Debugging,
     ForksCuda,
     Meets,
+    Noticed,
     Released,
     SetLate,
     Spawns,
+    TerminalLeft,
     ThreadEnded,
 )
 from rallypoint.launcher.worker import cuda, meeting_point
@@ -35,8 +38,8 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MESSAGE_MOST = 500  # characters of the message of a thread's exception
 # Places of forks told per worker.
 FORKS_MOST = 20
-# Seconds for the agent to give the port back; it answers in milliseconds unless it is being killed.
-RELEASE_TIMEOUT = 5.0
+# Seconds for an answer of the agent's; it answers in milliseconds unless it is being killed.
+ANSWER_TIMEOUT = 5.0
 
 
 class Hooks(AgentLine):
@@ -192,19 +195,31 @@ class Hooks(AgentLine):
     def _spawning(self, line: str) -> None:
         if self._single and (self._control is None or not self._point.held or is_initialized()):
             return
-        self.preempted()  # hears what may have come before the answer
-        self.tell(Spawns(line))
-        if not self._single or self._control is None:
-            return
-        self._control.settimeout(RELEASE_TIMEOUT)
+        told = self.tell(Spawns(line))
+        if told and self._single and self._answered(Released):
+            self._point.give_back()
+
+    def take_terminal(self) -> None:
+        """Tell that the debugger waits, and wait until nothing of the launcher's is drawn on the
+        terminal: it would wipe out the prompt.
+        """
+        if self.tell(Debugging(waits=True)):
+            self._answered(TerminalLeft)
+
+    def _answered(self, kind: type[protocol.Packet]) -> bool:
+        """Wait for the agent's answer; return whether it came in time."""
+        assert self._control is not None
+        self._control.settimeout(ANSWER_TIMEOUT)
         try:
-            answer, _ = protocol.receive(self._control)
+            while (answer := protocol.receive(self._control)[0]) is not None:
+                if isinstance(answer, kind):
+                    return True
+                self._noticed |= isinstance(answer, Noticed)
         except TimeoutError:
-            return
+            return False
         finally:
             self._control.settimeout(None)
-        if isinstance(answer, Released):
-            self._point.give_back()
+        return False
 
     @contextlib.contextmanager
     def following(
