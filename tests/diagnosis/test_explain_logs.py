@@ -1018,6 +1018,47 @@ def test_a_report_of_ours_in_a_log_leads_to_its_own_run(logs: str, command: str)
     assert [help.command for help in report.help] == [command]
 
 
+LEFT_UNDER_TORCHRUN = """\
+could not find the config /cfg/a.yaml
+{lost}E1128 02:34:03.479000 19243 torch/distributed/elastic/api.py:1002] failed (exitcode: {code}) local_rank: 1 (pid: 19617) of binary: python
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-28_02:34:03
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 19617)
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_words_without_a_name_before_the_tracebacks_of_others(others: int) -> None:
+    """`sys.exit("words")` leaves a line without a prefix under torchrun, and the ranks that lost
+    this one wrote more than what is shown of a log.
+    """
+    frames = [f'  File "a.py", line {i}, in f\n    step()\n' for i in range(6)]
+    lost = (
+        "Traceback (most recent call last):\n"
+        + "".join(frames)
+        + "RuntimeError: Connection closed by peer [127.0.0.1]:61841\n"
+    )
+    named = "".join(
+        f"[rank{rank}]: {line}\n" for rank in range(2, 2 + others) for line in lost.splitlines()
+    )
+    report = _told(LEFT_UNDER_TORCHRUN.format(lost=named, code=1))[0]
+    assert (report.code, report.confidence) == ("rank-exited", "likely")
+    assert report.said[0].lines == ("could not find the config /cfg/a.yaml",)
+
+
+def test_what_argparse_said_in_all_ranks_of_torchrun() -> None:
+    words = "usage: a.py [-h] --lr LR\na.py: error: the following arguments are required: --lr\n"
+    report = _told(2 * words + LEFT_UNDER_TORCHRUN.format(lost="", code=2))[0]
+    assert (
+        report.headline == "rank 1 exited with code 2: the following arguments are required: --lr"
+    )
+    assert words.splitlines()[1] in report.said[0].lines
+
+
 def test_a_level_below_frames_is_no_exception() -> None:
     """Below the frames of a traceback that was cut, vLLM's next line began with its level alone."""
     log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    run()\nERROR\n'

@@ -287,9 +287,10 @@ def _exited_by_a_log(case: Case, code: int) -> Report:
         case,
         "rank-exited",
         ": ".join(filter(None, (f"{case.subject} exited with code {code}", said_by))),
-        why=case.first.doubt or "no traceback or error of it stands in the log",
+        why=case.first.doubt
+        or ("" if said_by else "no traceback or error of it stands in the log"),
         evidence=told_by(case),
-        help=() if case.job.log is not None and case.job.log.last_words else [look],
+        help=() if words or said_by else [look],
         said=words,
     )
 

@@ -158,7 +158,7 @@ def traceback_said(
 def words_before(case: Case) -> tuple[Said, ...]:
     """Return what stands in a log before a launcher's word of the end, whoever said it."""
     words = case.job.log.last_words if case.job.log is not None else ()
-    lines = tuple(cut(line, 200) for line in words if schedulers.told_by(line) is None)
+    lines = tuple(cut(line, 200) for line in words if not schedulers.by_launcher(line))
     return (Said("the log, before that,", lines),) if lines else ()
 
 

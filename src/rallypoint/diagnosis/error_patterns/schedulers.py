@@ -146,6 +146,7 @@ def _called(command: str) -> _Line:
 
 
 SERVICE = "the service that ran it"
+ARGPARSE = "argparse"
 # Python up to 3.10 has the name, and later ones the number.
 _SIGNAL = r"(?:(?P<signal>\d+)|Signals\.(?P<name>SIG\w+))"
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
@@ -391,7 +392,7 @@ _LINES = (
     _line(
         ": error: ",
         r"^\S+: error: (?:unrecognized arguments|the following arguments are required|argument \S+):",
-        by="argparse",
+        by=ARGPARSE,
         code=2,
     ),
     _line(

@@ -5,6 +5,7 @@ not by how long the log is.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -72,6 +73,7 @@ IGNORED_WITHIN = 20
 # of failure
 BEGINNING = 40
 
+NAMELESS = 3  # lines of no known process that are kept, where all the last ones have a name
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 
 _STOPPED = re.compile(r"(?:Sending process|Terminating process|Killing subprocess) (\d+)")
@@ -115,6 +117,8 @@ class Reader:
         self._members: dict[int, int] = {}
         self._came = (0, 0)
         self._last_words: tuple[str, ...] = ()
+        # of no known process, and no traceback: a `sys.exit("words")` under torchrun is such a line
+        self._nameless: deque[str] = deque(maxlen=NAMELESS)
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
@@ -217,6 +221,8 @@ class Reader:
         speaks = self._spoke < MOST_SPOKEN and schedulers.speaks_of_failure(text)
         if of_launcher or (not speaks and _LAUNCHERS.search(text)):
             return
+        if not speaker.known and text.strip():
+            self._nameless.append(text[:WORDS])
         self._count_line(speaker.name)
         self._sifter.call_dull()
         if speaks and (seen := self._note(Sign.SPOKEN, number, speaker, text)) is not None:
@@ -317,9 +323,9 @@ class Reader:
 
     def _told(self, place: Place, speaker: Speaker, text: str, told: schedulers.Told) -> None:
         sign, facts, ranks = told
-        if sign is Sign.ENDED:
-            self._keep_last_words()
         end = facts if isinstance(facts, End) else NOT_ENDED
+        if sign is Sign.ENDED and end.by != schedulers.ARGPARSE:  # which is the program itself
+            self._keep_last_words()
         collective = facts if isinstance(facts, Collective) else None
         if collective is not None and speaker.rank < 0:
             speaker = of_rank(ranks[0]) if ranks else self._broken
@@ -373,7 +379,8 @@ class Reader:
         if not self._last_words:
             lines = [line.text[:WORDS] for line in self._sifter.before()]
             lines = [line for line in lines if line.strip() and not _LAUNCHERS.search(line)]
-            self._last_words = tuple(lines[-LAST_WORDS:])
+            named = all(self._prefixes.split(line)[0].known for line in lines)
+            self._last_words = tuple(self._nameless if named else lines[-LAST_WORDS:])
 
     # --- members of a group
 

@@ -349,11 +349,16 @@ class _Log:
             sighting,
             _rank(sighting),
             ended=Ended(end.code, end.signal, status=end.status),
-            left_saying=sighting.text.partition(": error: ")[2] if end.by == "argparse" else "",
+            left_saying=self._of_argparse() if end.code == 2 else "",
             told_by=told_by,
             went_on=sighting.went_on and end.signal > 0,
             doubt=doubt,
         )
+
+    def _of_argparse(self) -> str:
+        """Return what argparse said in the log, "" for nothing."""
+        said = (one.text for one in self._seen if one.end.by == schedulers.ARGPARSE)
+        return next(said, "").partition(": error: ")[2]
 
     def _exited(self) -> Iterable[RankEvidence]:
         """Make evidence of the first that exited with a code that nothing explains."""
@@ -364,7 +369,7 @@ class _Log:
             if len(exits) > 1:
                 doubt = "other ranks exited, too, and nothing shows which one began"
             elif first.end.code == 1:  # Python's own, for whatever was raised
-                doubt = "why it did so is not in the log: it may have lost another rank"
+                doubt = "no line under its name says why: it may have lost another rank"
             yield self._of_end(first, doubt)
 
     def _unexplained(self) -> list[Sighting]:
