@@ -89,6 +89,7 @@ IMPURE = {
 CLOCKS = (
     "clock.py",
     "host/processes.py",
+    "launcher/exception_capture.py",
     "launcher/worker/gloo.py",
     "launcher/worker/import_times.py",
     "launcher/template/template.py",

@@ -148,6 +148,15 @@ def waited(
     )
 
 
+TIME_IS_UP = "Timed out waiting 4000ms for recv operation to complete"
+
+
+def came(number: int, *, at: float, **more: Any) -> RankEvidence:
+    """Make a rank that began its all_reduce a moment before it lost the others in it."""
+    error = raised("RuntimeError", CLOSED, ALL_REDUCE, at=at, wait=(0.05, 0.01), call="all_reduce")
+    return rank(number, 1, order=2, at=at + 0.1, raised=error, said_traceback=True, **more)
+
+
 def job(*ranks: RankEvidence, **more: Any) -> JobEvidence:
     """Make the evidence of a job on one node. `more`: fields of the node's or the job's."""
     own = {name: more.pop(name) for name in NodeEvidence.__struct_fields__ if name in more}
@@ -170,6 +179,15 @@ class History(NamedTuple):
     others: tuple[str, ...] = ()  # codes of the further reports
 
 
+LATE_AND_CAUGHT = raised(
+    "RuntimeError",
+    CLOSED,
+    ALL_REDUCE,
+    at=4.2,
+    wait=(0.05, 0.01),
+    call="all_reduce",
+    caught_at=MAIN,
+)
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
 ASKED = raised(
     "RuntimeError",
@@ -1831,6 +1849,89 @@ HISTORIES = [
         "ranks-missing",
         (3,),
         "rank 0 waited in all_reduce until the timeout; rank 3 never came",
+        "likely",
+    ),
+    History(
+        "a-rank-came-when-the-others-had-given-up",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", phase="running"),
+            waited(1, TIME_IS_UP, call="all_reduce", phase="running"),
+            came(2, at=4.2, stack=LOADING),
+        ),
+        "ranks-missing",
+        (2,),
+        "ranks 0-1 waited in all_reduce until the timeout; rank 2 came too late",
+        "likely",
+    ),
+    # Where it was asked is not known: in its except clause, as likely as before it came.
+    History(
+        "a-rank-that-came-late-and-caught-that",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", phase="running"),
+            rank(1, stack=(MAIN,), handled=(LATE_AND_CAUGHT,)),
+            now=4.4,
+        ),
+        "ranks-missing",
+        (1,),
+        "rank 0 waited in all_reduce until the timeout; rank 1 came too late",
+        "likely",
+    ),
+    # Rank 1 was there in time, and then tried again.
+    History(
+        "a-rank-that-tries-again-came-in-time",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", phase="running"),
+            msgspec.structs.replace(
+                came(1, at=4.2),
+                handled=(
+                    raised(
+                        "RuntimeError",
+                        TIME_IS_UP,
+                        ALL_REDUCE,
+                        at=4.0,
+                        wait=(4.0, 0.0),
+                        call="all_reduce",
+                        caught_at=MAIN,
+                    ),
+                ),
+            ),
+            rank(2, stack=LOADING),
+        ),
+        "ranks-missing",
+        (2,),
+        "rank 0 waited in all_reduce until the timeout; rank 2 never came",
+        "likely",
+    ),
+    History(
+        "a-rank-that-others-waited-for-joins-when-they-have-given-up",
+        job(waited(0), waited(1), rank(2, phase="joining", phase_at=4.1, stack=LOADING)),
+        "ranks-missing",
+        (2,),
+        "ranks 0-1 waited in init_process_group until the timeout; rank 2 came too late",
+        "likely",
+    ),
+    History(
+        "a-rank-that-monitored-barrier-names-came-since",
+        job(
+            waited(
+                0,
+                "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 2000 ms",
+                call="",
+                phase="running",
+            ),
+            waited(1, TIME_IS_UP, call="", phase="running"),
+            rank(
+                2,
+                1,
+                raised=raised("RuntimeError", CLOSED, (MAIN,), at=4.2),
+                stack=LOADING,
+                order=2,
+                at=4.3,
+            ),
+        ),
+        "ranks-missing",
+        (2,),
+        "ranks 0-1 waited in a collective until the timeout; rank 2 came too late",
         "likely",
     ),
     # A rank in recv(), and one that tries another group now and then.

@@ -178,6 +178,22 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+LATE = """
+import datetime, os, pathlib, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+dist.barrier()
+over = pathlib.Path("over")
+while dist.get_rank() == 2 and not over.exists():
+    time.sleep(0.01)  # until the others have given up
+try:
+    dist.all_reduce(torch.ones(1))
+finally:
+    over.touch()
+"""
+
+
 def _write(folder: Path, text: str) -> str:
     program = folder / "train.py"
     program.write_text(text)
@@ -283,3 +299,10 @@ def test_a_traceback_that_was_logged_long_before_an_exit_is_a_likely_cause_alone
     assert ("(likely)" in result.prose) == bool(line), result.everything
     assert ("left by sys.exit at" in result.prose) == bool(line), result.everything
     assert line in result.prose, result.everything
+
+
+def test_who_comes_when_the_others_have_just_given_up_came_too_late(tmp_path: Path) -> None:
+    """It loses them in the same call: the report said that no rank shows a cause."""
+    result = run_job(["-n", "3", _write(tmp_path, LATE)], state=tmp_path, cwd=tmp_path)
+    assert result.codes == ["ranks-missing"], result.everything
+    assert "waited in all_reduce until the timeout; rank 2 " in result.report, result.everything

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import classify, reachability, stacks
+from rallypoint.diagnosis import classify, late_ranks, reachability, stacks
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import collectives, endings, exceptions, rendezvous, stops
@@ -59,6 +59,7 @@ class Scene(NamedTuple):
     hurt: list[Verdict]  # that speak of a peer, the first one first
     errors: list[tuple[Verdict, Raised]]  # of these, where they show one
     waited: list[tuple[Verdict, Raised]]  # of these, those that waited
+    late: dict[int, float]  # ranks that came so many seconds after these had given up
 
     def case(self, at_fault: Sequence[Verdict], confidence: Confidence = "likely") -> Case:
         return case_of(self.job, self.verdicts, at_fault, confidence)
@@ -69,7 +70,8 @@ def scene_of(job: JobEvidence, verdicts: list[Verdict]) -> Scene:
     hurt = sorted((v for v in verdicts if v.kind in HURT), key=place_in_order)
     errors = [(v, v.error) for v in hurt if v.error is not None]
     waited = [(v, error) for v, error in errors if v.kind is Kind.WAITED]
-    return Scene(job, verdicts, hurt, errors, waited)
+    late = late_ranks.late(verdicts, waited, job.clock_error)
+    return Scene(job, verdicts, hurt, errors, waited, late)
 
 
 def of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
@@ -223,21 +225,26 @@ def _named_as_missing(scene: Scene) -> Report | None:
     """
     for _, error in scene.waited:
         numbers = classify.not_at_barrier(error.message)
+        # One of these may have come since, and lost those that had gone.
+        lost = [v for v in scene.hurt if v.kind is Kind.LOST and v.rank.rank in numbers]
+        late = {v.rank.rank: moment(v) - error.at for v in lost if moment(v) >= error.at}
+        scene = scene._replace(late=late | scene.late)
         missing = [v for v in _absent(scene, joining=True) if v.rank.rank in numbers]
         if missing and scene.job.world_size == len(scene.verdicts):
-            others = [v for v in scene.verdicts if v.kind in HURT]
+            others = [v for v in scene.verdicts if v.kind in HURT and v not in missing]
             return _missing(scene, missing, others, error)
     return None
 
 
 def _absent(scene: Scene, *, joining: bool = False) -> list[Verdict]:
-    """Return the ranks that show no error and are elsewhere: none that has just caught the end of
-    the same call, or is on its way out of it.
+    """Return the ranks that came late, and those that show no error and are elsewhere: none that
+    has just caught the end of the same call, or is on its way out of it.
     """
-    calls = {error.call for _, error in scene.errors} - {""}
+    calls = {late_ranks.call_of(error) for _, error in scene.errors} - {""}
 
     def came(rank: RankEvidence) -> bool:
-        last = [one for one in rank.handled[-1:] if one.call in calls and kind_of(one) in HURT]
+        last = [one for one in rank.handled[-1:] if kind_of(one) in HURT]
+        last = [one for one in last if late_ranks.call_of(one) in calls]
         now = scene.job.node_of(rank.rank).now
         return any(now - one.at <= AFTERMATH for one in last) or stacks.leaves_collective(
             rank.stack
@@ -245,12 +252,15 @@ def _absent(scene: Scene, *, joining: bool = False) -> list[Verdict]:
 
     quiet = [v for v in scene.verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED)]
     quiet = [v for v in quiet if joining or v.rank.phase != "joining"]
-    return [v for v in quiet if not came(v.rank)]
+    late = [v for v in scene.verdicts if v.rank.rank in scene.late]
+    return late + [v for v in quiet if v.rank.rank not in scene.late and not came(v.rank)]
 
 
 def _missing(scene: Scene, missing: list[Verdict], waiters: list[Verdict], error: Raised) -> Report:
-    case = case_of(scene.job, scene.verdicts, missing, "likely", known=waiters)
-    return collectives.missing(case, [v.rank for v in waiters], error)
+    calls = {late_ranks.call_of(error)}
+    stood = [late_ranks.stood(v, calls) if v.rank.rank in scene.late else v for v in missing]
+    case = case_of(scene.job, scene.verdicts, stood, "likely", known=waiters)
+    return collectives.missing(case, [v.rank for v in waiters], error, scene.late)
 
 
 def _waited_alone(scene: Scene) -> Report | None:
@@ -260,7 +270,7 @@ def _waited_alone(scene: Scene) -> Report | None:
     if not scene.waited:
         return None
     waited, error = [v for v, _ in scene.waited], scene.waited[0][1]
-    absent, since = _absent(scene), moment(waited[0])
+    absent, since = _absent(scene), late_ranks.gave_up(scene.waited)
     # A rank that gives up closes its connections: the others lose it then.
     only = all(v.kind is Kind.WAITED or moment(v) >= since > 0 for v in scene.hurt)
     own = all(not one.call for _, one in scene.waited)

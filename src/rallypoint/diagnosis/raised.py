@@ -69,6 +69,9 @@ class Raised(msgspec.Struct, frozen=True):
     at: float = 0.0  # seconds since the job's start
     # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
     call: str = ""
+    # seconds before `at` in which its wait in that call, or its backward(), began, and ended; 0: not
+    # known
+    wait: tuple[float, float] = (0.0, 0.0)
     caught_at: Frame | None = None  # the except line of the program that caught it, if it did
     # seen while the program closed its group: it had not left the program yet, and perhaps never
     # did

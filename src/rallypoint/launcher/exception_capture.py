@@ -8,10 +8,12 @@ import linecache
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from types import FrameType, TracebackType
+from typing import Any
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame, Raised
@@ -29,6 +31,7 @@ SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for 
 
 # where an exception remembers that it was told about: builtin exceptions take no weak references
 SERIAL = "_rallypoint_serial"
+_WAIT = "_rallypoint_wait"  # and when the call that it left began, and ended
 
 
 def is_ours(filename: str, function: str = "<module>") -> bool:
@@ -231,6 +234,16 @@ def _frame(filename: str, line: int, function: str) -> Frame:
     )
 
 
+def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; an exception that leaves it remembers when the call began and ended."""
+    began = time.monotonic()
+    try:
+        return original(*args, **kwargs)
+    except Exception as error:
+        error.__dict__[_WAIT] = (began, time.monotonic())
+        raise
+
+
 def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
     """Return the exception that began `error`'s chain, with the whole chain's traceback."""
     path, is_open = to_first(error)
@@ -239,12 +252,15 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     filename = first.filename if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
     frames = reduce(joined, (frames_of(one.__traceback__) for one in path))[-FRAMES_MOST:]
+    now = time.monotonic()
+    began, ended = next((one.__dict__[_WAIT] for one in path if _WAIT in one.__dict__), (now, now))
     return Raised(
         type=sayable(type_name(type(first))),
         message=sayable(message_of(first)),
         frames=frames,
         traceback=sayable(traceback_text(error)),
         call=call,
+        wait=(now - began, now - ended),
         caught_at=caught_at,
         errno=number,
         filename=sayable(filename) if isinstance(filename, str) else "",

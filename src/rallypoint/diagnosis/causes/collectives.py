@@ -24,8 +24,12 @@ from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.world import ranks_phrase
 
 
-def missing(case: Case, waiters: Sequence[RankEvidence], error: Raised) -> Report:
-    """Tell that some waited until their timeout for `case.ranks`."""
+def missing(
+    case: Case, waiters: Sequence[RankEvidence], error: Raised, late: Mapping[int, float]
+) -> Report:
+    """Tell that some waited until their timeout for `case.ranks`. `late`: of these, in how many
+    seconds after that they came.
+    """
     call = error.call or ("init_process_group" if waiters[0].phase == "joining" else "a collective")
     by_rank = {rank.rank: rank for rank in case.ranks}
     root = case.root
@@ -35,14 +39,18 @@ def missing(case: Case, waiters: Sequence[RankEvidence], error: Raised) -> Repor
     ]
     lines = [f"{ranks_phrase(ranks)}: {place or NOT_KNOWN}" for ranks, place in places]
     (first, *_), place = places[0]
+    came = "never came"
+    if late:
+        came = "came too late" if late.keys() >= by_rank.keys() else "did not come in time"
     return account(
         case,
         "ranks-missing",
-        f"{ranks_phrase(rank.rank for rank in waiters)} waited in {call} until the timeout; {case.subject} never came",
+        f"{ranks_phrase(rank.rank for rank in waiters)} waited in {call} until the timeout; {case.subject} {came}",
         where=located(place, by_rank[first]),
         why=f"{case.subject} {was(case.ranks)} still elsewhere when the others' time was up",
         evidence=(
             *(listed(lines) if len(lines) > 1 else ()),
+            *(f"rank {rank} came {after:.2f} s later" for rank, after in late.items()),
             f"rank {waiters[0].rank} raised {named(error)}",
         ),
         help=(

@@ -100,7 +100,9 @@ class AgentLine:
         """
         if error is None or self._serial >= CAUGHT_MOST or self._control is None:
             return
-        frame = exception_capture.user_frame(sys._getframe(1))
+        # The frame of the call, and not of the logger by which torch tells of it.
+        tb = error.__traceback__
+        frame = exception_capture.user_frame(tb.tb_frame if tb is not None else None)
 
         def raised() -> Raised:
             error.__dict__["_rallypoint_call"] = call

@@ -174,7 +174,7 @@ def _handling_signals(original: _Original, *args: Any, **kwargs: Any) -> Any:
     own Python code runs handlers in most collectives; it has none in the two that are wrapped.
     """
     try:
-        return original(*args, **kwargs)
+        return exception_capture.timed(original, *args, **kwargs)
     except Exception:
         _handle_signals()
         raise

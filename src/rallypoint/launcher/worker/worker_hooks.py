@@ -139,7 +139,7 @@ class Hooks(AgentLine):
                 Variable(AGENT_STORE, None if not held and not differs else str(not differs)),
                 look_ups,
             ):
-                result = original(*args, **kwargs)
+                result = exception_capture.timed(original, *args, **kwargs)
         except BaseException as error:
             if isinstance(error, ValueError) and is_initialized() and self._group_line:
                 error.__dict__["_rallypoint_code"] = "group-twice"
