@@ -92,7 +92,7 @@ def have_ended(pids: Sequence[int], within: float = 10.0) -> bool:
 @pytest.mark.usefixtures("cluster")
 def test_a_program_runs_on_every_node(tmp_path: Path) -> None:
     job = started(tmp_path, "-n", "2", "train.py")
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=110)
     ranks = sorted(re.findall(r"^\[\d\] rank (\d) 4 (\d) 1 0,1$", out, re.MULTILINE))
     assert ranks == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], err
     assert job.returncode == 0
@@ -124,7 +124,7 @@ def test_a_signal_to_the_driver_ends_every_rank(tmp_path: Path, number: signal.S
     job = started(tmp_path, "-n", "1", "train.py", "stay")
     pids = pids_told(job, 2)
     job.send_signal(number)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=110)
     assert job.returncode == 128 + number, err
     assert have_ended(pids)
 
@@ -181,7 +181,7 @@ def test_a_lost_raylet_is_a_lost_node(cluster: Any, tmp_path: Path) -> None:
     began = time.monotonic()
     (lost,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     cluster.remove_node(lost, allow_graceful=False)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=110)
     assert re.search(r"^error\[(node|lead)-lost\]: ", err, re.MULTILINE), err
     assert job.returncode == 75
     assert time.monotonic() - began < on_ray.END_PATIENCE + 10.0

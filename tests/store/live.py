@@ -96,7 +96,7 @@ def output_of(program: str, *arguments: str, **more: str) -> list[str]:
         timeout=DEADLINE,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, done.stdout)
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stdout}"
     return done.stdout.splitlines()
 
 

@@ -29,9 +29,12 @@ class OwnThread(threading.Thread):
             self._start_without_signals()  # returns when it runs: the interpreter cannot end before
             return
         with _starting:
-            if _ended:
-                raise RuntimeError("the interpreter ends")
-            self._start_without_signals()
+            if not _ended:
+                self._start_without_signals()
+                return
+        if not is_ours():
+            stay()  # a daemon thread of the program's: the others were joined before
+        raise RuntimeError("the interpreter ends")
 
     def _start_without_signals(self) -> None:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -68,6 +71,15 @@ def start(run: Callable[[], object], name: str) -> OwnThread:
     thread = OwnThread(run, name)
     thread.start()
     return thread
+
+
+def stay() -> None:
+    """Keep a daemon thread where it is at the end of the interpreter, as in every other wait: an
+    error there would be printed at the end of a healthy job.
+    """
+    never = threading.Lock()
+    never.acquire()
+    never.acquire()
 
 
 def is_ours() -> bool:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.errors import Advice, RallypointError, StoreTimeout, StoreUnreachable
+from rallypoint.host import threads
 from rallypoint.host.unix_sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.store.client import deferred_log
@@ -620,10 +621,8 @@ def leave() -> None:
 
 
 def stay_when_leaving() -> None:
-    """Keep a daemon thread where it is at the end of the interpreter, as in every other wait: the
-    program has not closed the store, and a traceback at the end of a healthy job is a false alarm.
+    """Keep a daemon thread where it is at the end of the interpreter: the program has not closed
+    the store that it uses.
     """
     if _leaving and threading.current_thread().daemon:
-        never = threading.Lock()
-        never.acquire()
-        never.acquire()
+        threads.stay()
