@@ -1199,6 +1199,25 @@ HISTORIES = [
         "both ranks raised torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//data",
         "likely",
     ),
+    # Different numbers of steps, or tensors of different sizes: all ranks are in calls of one name.
+    History(
+        "all-ranks-waited-in-calls-of-one-name",
+        job(
+            *(
+                waited(
+                    number,
+                    "Timed out waiting 4000ms for recv operation",
+                    call="all_reduce",
+                    phase="running",
+                )
+                for number in range(3)
+            )
+        ),
+        "cause-unknown",
+        (0, 1, 2),
+        "all 3 ranks waited in all_reduce until the timeout; the cause is not known",
+        "possible",
+    ),
     History(
         "gloo-finds-addresses-of-ranks-that-are-gone",
         job(

@@ -264,9 +264,7 @@ def _missing(scene: Scene, missing: list[Verdict], waiters: list[Verdict], error
 
 
 def _waited_alone(scene: Scene) -> Report | None:
-    """Tell of ranks that waited for a key of the store which nobody set, or for ranks that are
-    elsewhere.
-    """
+    """Tell of ranks that waited for a key that nobody set, or for ranks that are elsewhere."""
     if not scene.waited:
         return None
     waited, error = [v for v, _ in scene.waited], scene.waited[0][1]
@@ -288,6 +286,16 @@ def _waited_alone(scene: Scene) -> Report | None:
     return _missing(scene, absent, waited, error) if absent and only else None
 
 
+def _all_waited(scene: Scene) -> Report | None:
+    """Tell of collectives to which all ranks of the job came, and which none of them left."""
+    calls = {error.call for _, error in scene.waited} - {"", "init_process_group"}
+    every = len(scene.waited) == len(scene.verdicts) == scene.job.world_size > 1
+    if not every or len(calls) != 1 or scene.job.log is not None:
+        return None
+    case = scene.case([v for v, _ in scene.waited], "possible")
+    return collectives.all_waited(case, calls.pop(), scene.waited[0][1])
+
+
 _TOGETHER = (
     _meet_at_home,
     _addresses_differ,
@@ -299,6 +307,7 @@ _TOGETHER = (
     mismatch,
     _named_as_missing,
     _waited_alone,
+    _all_waited,
 )
 """What ranks may show together, the more special first."""
 

@@ -108,7 +108,7 @@ def sizes_differ(case: Case, error: Raised) -> Report:
         why="the ranks were in different collectives, or in one with tensors of different sizes; gloo does not say which rank sent it",
         help=(
             Help(
-                "let torch compare the calls of all ranks before each of them, and say which differs (not with DDP: see the page)",
+                "let torch compare the calls of all ranks before each of them, and say which differs (not with DDP, which crashes under it)",
                 "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
             ),
             Help(
@@ -203,8 +203,23 @@ def calls_mismatched(case: Case, error: Raised) -> Report:
     )
 
 
+def all_waited(case: Case, call: str, error: Raised) -> Report:
+    """Tell that all ranks stood in calls of one name until the timeout: calls that did not match, or
+    packets that did not arrive.
+    """
+    steps = Help("and compare how many steps, and which shapes, each rank has at that line")
+    return account(
+        case,
+        "cause-unknown",
+        f"{case.subject} waited in {call} until the timeout; the cause is not known",
+        error,
+        why="all of them had come: their calls may not match (another number of steps, tensors of other sizes), or something drops what they send",
+        help=(_COMPARE_CALLS, steps),
+    )
+
+
 _COMPARE_CALLS = Help(
-    "let torch compare the calls, and name them (not with DDP: see the page)",
+    "let torch compare the calls, and name them (not with DDP, which crashes under it)",
     "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
 )
 

@@ -60,6 +60,8 @@ def unknown(case: Case, error: Raised | None) -> Report:
         if first.meeting is not None and first.meeting.method != "env://":
             anew = "start the store anew, or meet at another port: one that an earlier job has used keeps the addresses of its ranks"
             helps.insert(0, Help(anew))
+    elif error is not None and classify.meaning(error) is classify.Meaning.WAITED:
+        did = "waited in vain for"
     if error is not None:
         what = f"{did} another rank ({classify.in_short(error)})"
     return of_end(
