@@ -203,6 +203,34 @@ FileNotFoundError: [Errno 2] No such file or directory: '/data/shard7.bin'
 """,
     at=1.2,
 )
+
+
+def in_checkpoint(number: int, *failed: tuple[int, str]) -> RankEvidence:
+    """A rank that torch tells what ranks raised while they saved a checkpoint."""
+    told = [
+        f"""\
+Traceback (most recent call last): (RANK {one})
+  File "{TORCH}/checkpoint/utils.py", line 241, in all_reduce
+    local_data = map_fun()
+  File "{TORCH}/checkpoint/filesystem.py", line 706, in write_data
+    return self._write_data(planner, file_queue)
+{words}
+"""
+        for one, words in failed
+    ]
+    frames = (
+        MAIN,
+        Frame("/home/ada/exp/train.py", 97, "save", "dcp.save(state, checkpoint_id=path)"),
+        Frame(f"{TORCH}/checkpoint/state_dict_saver.py", 196, "save", "_save_state_dict("),
+        Frame(f"{TORCH}/checkpoint/utils.py", 263, "all_reduce", "raise final_result"),
+    )
+    kind = "torch.distributed.checkpoint.api.CheckpointException"
+    message = f"CheckpointException ranks:dict_keys({[one for one, _ in failed]})\n{''.join(told)}"
+    error = raised(kind, message, frames, at=2.0, member=number)
+    return rank(number, 1, at=2.5, order=number, raised=error)
+
+
+FULL_DISK = (1, "OSError: [Errno 28] No space left on device")
 LOST = raised("OSError", "shard 3 is corrupt", at=0.4)
 CHILD = (
     "Process Process-1:",
@@ -1788,6 +1816,29 @@ HISTORIES = [
         "rank 1 raised FileNotFoundError: [Errno 2] No such file or directory: '/data/shard7.bin'",
     ),
     History(
+        "a-checkpoint-failed-in-one-rank",
+        job(*(in_checkpoint(number, FULL_DISK) for number in range(3))),
+        "rank-raised",
+        (1,),
+        "rank 1 raised OSError: [Errno 28] No space left on device",
+    ),
+    History(
+        "a-checkpoint-failed-in-two-ranks",
+        job(*(in_checkpoint(i, FULL_DISK, (2, "ValueError: no shards")) for i in range(3))),
+        "rank-raised",
+        (1,),
+        "rank 1 raised OSError: [Errno 28] No space left on device",
+        others=("rank-raised",),
+    ),
+    History(
+        "a-checkpoint-failed-in-a-rank-that-has-not-raised-it",
+        job(in_checkpoint(0, FULL_DISK), stopped(1), in_checkpoint(2, FULL_DISK)),
+        "rank-raised",
+        (1,),
+        "rank 1 raised OSError: [Errno 28] No space left on device",
+        "likely",
+    ),
+    History(
         "a-child-of-the-missing-rank-was-killed-for-memory",
         job(
             waited(
@@ -2733,6 +2784,58 @@ FINALIZER = Frame(
     "_del_library",
     "captured_impls -= op_impls",
 )
+
+
+def member(number: int, one: RankEvidence) -> RankEvidence:
+    """The rank with this number in the group that saved."""
+    assert one.raised is not None
+    return msgspec.structs.replace(one, raised=msgspec.structs.replace(one.raised, member=number))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "at_fault", "headline"),
+    [
+        (
+            (stopped(0), member(0, in_checkpoint(1, FULL_DISK)), stopped(2), member(1, in_checkpoint(3, FULL_DISK))),
+            (3,),
+            "rank 3 raised OSError: [Errno 28]",
+        ),
+        (
+            tuple(member(1, in_checkpoint(number, FULL_DISK)) for number in range(3)),
+            (0, 1, 2),
+            "all 3 ranks raised OSError: [Errno 28]",
+        ),
+        (
+            (stopped(0), stopped(1), member(0, in_checkpoint(2, FULL_DISK)), stopped(3)),
+            (2,),
+            "rank 2 raised torch.distributed.checkpoint.api.CheckpointException",
+        ),
+        (
+            (rank(0, 1, at=1.0, order=0, raised=VALUE), in_checkpoint(1, (0, "ValueError: x")), stopped(2)),
+            (0,),
+            "rank 0 raised ValueError: shapes do not match",
+        ),
+        (
+            tuple(in_checkpoint(i, *((n, "OSError: [Errno 5] Input/output error") for n in range(300))) for i in range(300)),
+            tuple(range(300)),
+            "all 300 ranks raised OSError: [Errno 5]",
+        ),
+        (
+            (rank(0, sig=9, at=1.0), in_checkpoint(1, (1, f"RuntimeError: {CLOSED}")), in_checkpoint(2, (1, f"RuntimeError: {CLOSED}"))),
+            (0,),
+            "rank 0 was killed by SIGKILL",
+        ),
+    ],
+    ids=["a group", "each alone", "late in a group", "a cause of its own", "a long text", "a loss"],
+)  # fmt: skip
+def test_what_torch_raises_of_a_checkpoint_is_of_the_ranks_that_it_names(
+    ranks: tuple[RankEvidence, ...], at_fault: tuple[int, ...], headline: str
+) -> None:
+    """Torch counts ranks in the group that saves, and raises what it has of one in all of them."""
+    first, *more = diagnose(job(*ranks))
+    assert first.ranks == at_fault
+    assert first.headline.startswith(headline)
+    assert not more
 
 
 def test_what_libraries_do_while_the_interpreter_closes_down_is_no_place() -> None:

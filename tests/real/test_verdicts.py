@@ -51,6 +51,20 @@ finally:
         threading.Event().wait()  # an upload that does not end
 """
 
+CHECKPOINT = """
+import resource, signal
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+
+dist.init_process_group("gloo")
+pair = dist.new_group([1, 2])
+if dist.get_rank() == 2:  # in which no file may have more bytes
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+if dist.get_rank():
+    dcp.save({f"of {dist.get_rank()}": torch.ones(9)}, checkpoint_id="saved", process_group=pair)
+dist.barrier()
+"""
+
 UNHEARD = """
 import os, sys
 import torch, torch.distributed as dist
@@ -237,6 +251,19 @@ def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(
     assert "rank 0 lost the connection to a peer; it is not at fault" in result.prose, (
         result.everything
     )
+
+
+def test_a_checkpoint_failed_in_the_rank_that_torch_names_by_its_number_in_a_group(
+    tmp_path: Path,
+) -> None:
+    """It was said that both raised an exception of torch's, which has the ranks' own in its text."""
+    arguments = ["-n", "3", _write(tmp_path, CHECKPOINT)]
+    whole_torch = {"PYTHONPATH": ""}  # this module imports its parts in another order
+    result = run_job(arguments, state=tmp_path, cwd=tmp_path, env=whole_torch)
+    assert result.codes == ["rank-raised"], result.everything
+    assert result.report.startswith("error[rank-raised]: rank 2 raised "), result.everything
+    assert "CheckpointException" not in result.report.splitlines()[0], result.everything
+    assert "train.py:11 in <module> (torch " in result.prose, result.everything
 
 
 def test_who_closes_down_while_the_others_lose_it_has_left_early(tmp_path: Path) -> None:

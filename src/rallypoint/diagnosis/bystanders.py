@@ -51,7 +51,11 @@ def then_told(
         if became:
             others.setdefault(became, []).append(rank.rank)
     home = cases.went_home(job)
-    innocent = [_BECAME[Kind.LOST], _BECAME[Kind.WAITED], *_OF_STORE, "were stopped"]
+    innocent = [
+        *(_BECAME[kind] for kind in (Kind.LOST, Kind.WAITED, Kind.TOLD)),
+        *_OF_STORE,
+        "were stopped",
+    ]
     rest = [_BECAME[kind] + why for kind in _PERHAPS_FOR_IT for why in ("", _FOR_IT)]
     count = sum(len(others.get(words, ())) for words in innocent)
     acquitted = "it is not at fault" if count == 1 else "they are not at fault"
@@ -77,6 +81,7 @@ _BECAME = {
     Kind.LOST: "lost the connection to a peer",
     Kind.DOUBTFUL: "lost the connection to a peer",
     Kind.WAITED: "waited for a peer until the timeout",
+    Kind.TOLD: "got this error from torch",
     Kind.EXITED: "exited with a code that is not 0",
     Kind.NCCL: "had an error of NCCL's",
     Kind.ABORTED: "aborted",

@@ -38,6 +38,9 @@ packet has room for both.
 """
 
 
+LEFT_OUT = " bytes left out ...]"
+
+
 def cut(text: str, limit: int = TRACEBACK_BYTES) -> str:
     """Shorten a text to so many bytes: the middle goes, head and tail stay."""
     data = text.encode("utf-8", "replace")
@@ -47,7 +50,7 @@ def cut(text: str, limit: int = TRACEBACK_BYTES) -> str:
     end = len(data) - half
     # The tail begins with a whole line, if one begins soon: a piece of one would end a traceback.
     end = data.find(b"\n", end, end + 500) + 1 or end
-    between = b"\n  [... %d bytes left out ...]\n" % (end - half)
+    between = f"\n  [... {end - half}{LEFT_OUT}\n".encode()
     return (data[:half] + between + data[end:]).decode("utf-8", "ignore")
 
 
@@ -76,6 +79,7 @@ class Raised(msgspec.Struct, frozen=True):
     # seen while the program closed its group: it had not left the program yet, and perhaps never
     # did
     on_its_way: bool = False
+    member: int = -1  # the number that torch gives this rank in a checkpoint that failed
     errno: int = 0
     filename: str = ""  # OSError's or SyntaxError's
     # that holds the module which was not found, near the program, where Python does not look

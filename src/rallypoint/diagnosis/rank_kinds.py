@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 
 import msgspec
@@ -41,6 +42,7 @@ class Kind(Enum):
     DOUBTFUL = "doubtful"  # a bare "Connection reset", SIGPIPE, or the store's word on another rank
     LOST = "lost"  # says that it lost a peer
     WAITED = "waited"  # says that the others did not come
+    TOLD = "told"  # has of torch what other ranks raised in a checkpoint
     STOPPED = "stopped"  # ended by us, or with the launcher
     ALIVE = "alive"
     FINISHED = "finished"  # exit code 0
@@ -57,7 +59,7 @@ OF_CAUSES = (
 HURT = (Kind.LOST, Kind.WAITED)
 """Kinds of evidence of a rank that speaks of a peer."""
 
-CONSEQUENCES = (*HURT, Kind.DOUBTFUL, Kind.NCCL, Kind.ABORTED)
+CONSEQUENCES = (*HURT, Kind.TOLD, Kind.DOUBTFUL, Kind.NCCL, Kind.ABORTED)
 """Kinds of evidence that another rank's failure may have brought about."""
 
 
@@ -67,6 +69,7 @@ class Verdict(msgspec.Struct, frozen=True):
     rank: RankEvidence
     kind: Kind
     error: Raised | None = None
+    doubt: str = ""  # why it may be another rank
 
     @property
     def message(self) -> str:
@@ -89,7 +92,7 @@ def look_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
         )
     verdicts = [_verdict(rank, job) for rank in job.ranks]
     slack = job.clock_error
-    return job, _shared(_after_a_loss(_stopped_after(verdicts, slack), slack))
+    return job, _in_checkpoints(_shared(_after_a_loss(_stopped_after(verdicts, slack), slack)))
 
 
 def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
@@ -342,6 +345,40 @@ def _shared(verdicts: list[Verdict]) -> list[Verdict]:
         else one
         for one in verdicts
     ]
+
+
+_NOT_SEEN = "torch names it by its number in a group, and it has not raised this yet itself"
+
+
+def _in_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
+    """Blame those that torch names for what it raises in all ranks that save or load a checkpoint
+    together, each for its own, and acquit the others.
+    """
+    judged = {one.rank.rank: one for one in verdicts}
+    groups: dict[Hashable, list[tuple[int, Verdict, dict[int, Raised]]]] = {}
+    for one in verdicts:
+        if one.error is not None and one.error.member >= 0 and one.kind in OF_CAUSES:
+            found = tracebacks.in_checkpoint(one.error)
+            words = tuple((number, error.message) for number, error in found.items())
+            groups.setdefault(words, []).append((one.error.member, one, found))
+    groups.pop((), None)
+    for group in groups.values():
+        failures = group[0][2]
+        late = failures.keys() - {member for member, _, _ in group}
+        # Numbers of a group that has not all ranks do not tell which one has not raised it yet.
+        known = late <= judged.keys() and all(member == one.rank.rank for member, one, _ in group)
+        for member, one, found in group:
+            if member in found:
+                kind = kind_of(found[member])
+                kind = one.kind if kind is Kind.RAISED else kind
+                judged[one.rank.rank] = replace(one, kind=kind, error=found[member])
+            elif known or not late:
+                judged[one.rank.rank] = replace(one, kind=Kind.TOLD)
+        for number in late if known else ():
+            if judged[number].kind not in STRONG:
+                rank, error = judged[number].rank, replace(failures[number], traceback="")
+                judged[number] = Verdict(rank, kind_of(error), error, _NOT_SEEN)
+    return list(judged.values())
 
 
 def moment(verdict: Verdict) -> float:

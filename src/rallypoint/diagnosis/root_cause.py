@@ -351,8 +351,8 @@ def _doubt(job: JobEvidence, group: list[Verdict], verdicts: list[Verdict]) -> s
     first = group[0]
     error = first.error
     if error and first.kind is Kind.RAISED:
-        if error.code:
-            return ""
+        if error.code or first.doubt:
+            return first.doubt
         if all(loss_before(v.rank, v.error) for v in group):
             return f"{ranks_phrase(v.rank.rank for v in group)} had lost the connection to a peer before"
         after = [_after_traceback(job, v) for v in group]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis.raised import Frame, Raised, cut, joined
+from rallypoint.diagnosis.raised import LEFT_OUT, Frame, Raised, cut, joined
 
 _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
 
@@ -36,6 +36,35 @@ def by_rpc(error: Raised) -> tuple[int, str, Raised] | None:
     found = _BY_RPC.search(error.message)
     inner = exception_in(error.message[found.end() :].rstrip().splitlines()) if found else None
     return (int(found[1]), found[2], replace(inner, at=error.at)) if found and inner else None
+
+
+_OF_CHECKPOINT = re.compile(
+    r"CheckpointException: CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)"
+)
+_OF_RANK = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d+)\)$", re.MULTILINE)
+
+
+def in_checkpoint(error: Raised) -> dict[int, Raised]:
+    """Return what ranks raised while torch saved or loaded a checkpoint, by their numbers in the
+    group that did: torch raises all of it in each of them. {} for any other error.
+
+    Where its part of a long text is left out, a rank is taken to have raised what the first did.
+    """
+    text, joint, _ = error.traceback.partition(_DIRECTLY)
+    found = _OF_CHECKPOINT.search(text)
+    if found is None or not (joint or error.type.endswith("CheckpointException")):
+        return {}
+    outer = exception_in(text[: found.end()].splitlines())
+    above = joined(error.frames, outer.frames) if outer else error.frames
+    _, *parts = _OF_RANK.split(text[found.end() :])
+    inner: dict[int, Raised] = {}
+    for number, shown in zip(map(int, parts[::2]), parts[1::2], strict=True):
+        block = None if LEFT_OUT in shown else _block([_TRACEBACK, *shown.splitlines()], 0)
+        if block is not None:
+            frames = joined(above, block[0].frames)
+            inner[number] = replace(block[0], frames=frames, traceback=error.traceback, at=error.at)
+    first = next(iter(inner.values()), None)
+    return {n: inner.get(n, first) for n in map(int, re.findall(r"\d+", found[1]))} if first else {}
 
 
 _DIRECTLY = "\nThe above exception was the direct cause of the following exception:\n"

@@ -166,10 +166,8 @@ def on_its_way(frame: FrameType | None) -> Exception | None:
 
 def type_name(kind: type[BaseException]) -> str:
     """Return an exception type's name as Python prints it: without `builtins.` and `__main__.`."""
-    module = kind.__module__
-    return (
-        kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return module + kind.__qualname__
 
 
 def message_of(error: BaseException) -> str:
@@ -194,11 +192,7 @@ def traceback_text(error: BaseException) -> str:
                 one.stack[:] = [
                     frame for frame in one.stack if not is_ours(frame.filename, frame.name)
                 ]
-                waiting += [
-                    one.__cause__,
-                    one.__context__,
-                    *(one.exceptions or ()),
-                ]
+                waiting += [one.__cause__, one.__context__, *(one.exceptions or ())]
         return "".join(shown.format())
     except Exception as problem:
         # An exception whose __str__ or __notes__ raises must not hide that there was one.
@@ -262,6 +256,7 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
         call=call,
         wait=(now - began, now - ended),
         caught_at=caught_at,
+        member=_member(error),
         errno=number,
         filename=sayable(filename) if isinstance(filename, str) else "",
         module_folder=sayable(_folder_of(first, frames)),
@@ -270,6 +265,14 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
         help=ours.help if ours else (),
         is_open=is_open,
     )
+
+
+def _member(error: BaseException) -> int:
+    """Return this rank's number in the group of a checkpoint of torch's that failed, else -1."""
+    told = (one for one in chain(error) if type(one).__name__ == "CheckpointException")
+    frames = (frame.f_locals for one in told for frame, _ in traceback.walk_tb(one.__traceback__))
+    groups = (one["self"] for one in frames if type(one.get("self")).__name__ == "_DistWrapper")
+    return int(next((group.rank for group in groups), -1))
 
 
 def _folder_of(error: BaseException, frames: tuple[Frame, ...]) -> str:
