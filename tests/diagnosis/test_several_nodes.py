@@ -553,3 +553,16 @@ def test_a_lost_node_beats_every_consequence_of_its_peers(
     (report,) = diagnose(job(*nodes, gone=[gone(8, 8, looked=looked, how=how)]))
     assert (report.code, report.ranks, report.exit_status) == ("node-lost", (8,), 75)
     assert "not at fault" in report.then or set(kinds) == {"alive"}
+
+
+def test_which_launcher_was_stopped_is_said() -> None:
+    """A node that is drained, or a pod that is evicted, is the cause of the whole job's end."""
+    stopped_by = job(
+        WAITING,
+        node(1, *(stopped(i) for i in OTHERS)),
+        interrupted_by="SIGTERM",
+        stop_reason="the launcher on gpu02 got SIGTERM",
+    )
+    (report,) = diagnose(stopped_by)
+    assert report.code == "interrupted"
+    assert "gpu02" in report.headline

@@ -174,6 +174,7 @@ def test_a_signal_to_one_launcher_stops_all(jobs: Jobs, number: int, how: signal
     for one in running.each:
         assert one.wait(10) == 128 + how, one.output()
         assert codes(one) == ["interrupted"]
+        assert f"the launcher on {running.each[number].node.name} got {how.name}" in one.output()
 
 
 # --- nodes

@@ -85,6 +85,8 @@ def interrupted(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
     by = "Ctrl-C" if name == "SIGINT" else name
     after = f", {job.now:.1f} s after its start" if job.now else ""
     headline = f"the job was stopped by {by}{after}"
+    if job.several and job.stop_reason:  # which of the launchers got it
+        headline = f"{headline}: {job.stop_reason}"
     return _cut_short(job, "interrupted", headline, seen, exit_status=128 + int(number))
 
 

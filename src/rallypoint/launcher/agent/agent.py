@@ -506,7 +506,7 @@ class Agent:
     def _end_by(self, name: str) -> None:
         """End the job because of a signal."""
         if self.others is not None:
-            self.others.failing(f"a launcher got {name}", signal=name)
+            self.others.failing(f"the launcher on {os.uname().nodename} got {name}", signal=name)
         self.signalled_by = self.signalled_by or name
         self.job.feed(supervisor.Signalled(name, signal.Signals[name]))
 
