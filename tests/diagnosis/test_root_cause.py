@@ -1856,6 +1856,25 @@ HISTORIES = [
         "likely",
     ),
     History(
+        "a-pool-of-the-missing-rank-lost-a-task",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", phase="running"),
+            rank(
+                1,
+                stack=(
+                    MAIN,
+                    Frame("/home/ada/exp/data.py", 12, "build_index"),
+                    Frame("/usr/lib/python3.11/multiprocessing/pool.py", 367, "map"),
+                ),
+                dead_child=(24316, 3, 0),
+            ),
+        ),
+        "ranks-missing",
+        (1,),
+        "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
+    History(
         "a-rank-keeps-a-lock",
         job(rank(0, 1, raised=NOT_HAD, at=4.1), rank(1, stack=LOADING)),
         "lock-timeout",

@@ -143,6 +143,25 @@ def test_who_was_looked_at_or_stopped_by_the_program_has_not_failed_unseen(
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_a_pool_that_replaces_a_process_has_not_looked_at_it(tmp_path: Path) -> None:
+    """It does not do again what that one had to do, and tells nobody."""
+    program = """\
+import multiprocessing, os
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        lost = [pool.apply_async(os._exit, (code,)) for code in (3, 0, 4)]
+        assert pool.map(abs, [-1]) == [1]  # in the fourth process
+"""
+    result = run_job(["-n", "1", _script(tmp_path, program)], state=tmp_path)
+    assert result.rc == 0, result.everything
+    assert _told(result.err).splitlines()[1:] == [
+        "  ForkPoolWorker-1, pid N, started at work.py:4: exited with code 3",
+        "  ForkPoolWorker-3, pid N: exited with code 4",
+    ], result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_of_a_rank_that_was_stopped_nothing_is_said(tmp_path: Path) -> None:
     program = FAILING.replace(
         'print("end")',

@@ -192,6 +192,21 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+LOST_POOL = """
+import datetime, multiprocessing, os, signal
+import torch, torch.distributed as dist
+
+def load(number):
+    if number == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+if dist.get_rank() == 1:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(load, range(20))
+dist.all_reduce(torch.ones(1))
+"""
+
 LATE = """
 import datetime, os, pathlib, time
 import torch, torch.distributed as dist
@@ -238,6 +253,17 @@ def test_a_process_whose_end_its_rank_has_not_noticed(tmp_path: Path) -> None:
     assert result.codes == ["ranks-missing"], result.everything
     told = ", which rank 1 had started, was killed by SIGKILL; rank 1 has not noticed it"
     assert told in result.prose, result.everything
+
+
+def test_a_task_that_is_lost_with_a_process_of_a_pool(tmp_path: Path) -> None:
+    """The Pool had reaped the process, so nobody told of it, and the advice was to wait longer."""
+    result = run_job(["-n", "2", _write(tmp_path, LOST_POOL)], state=tmp_path)
+    assert result.codes == ["ranks-missing"], result.everything
+    assert ", which rank 1 had started, was killed by SIGKILL; its Pool" in result.prose, (
+        result.everything
+    )
+    assert "ProcessPoolExecutor" in result.report, result.everything
+    assert "never looked at the exit code" not in result.err, result.everything
 
 
 def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(

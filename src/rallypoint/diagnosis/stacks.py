@@ -69,6 +69,7 @@ _DISTRIBUTED = re.compile(
 _DDP = re.compile(r"(^|/)torch/nn/parallel/distributed\.py$")
 _BACKWARD = re.compile(r"(^|/)torch/(_tensor|autograd/(__init__|graph))\.py$")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
+_POOL = re.compile(r"(^|/)multiprocessing/pool\.py$")
 # A rank in one of these is being looked at by a person.
 _DEBUGGERS = re.compile(
     r"(^|/)(pdb|bdb|pudb/\w+|IPython/terminal/debugger|IPython/core/debugger|ipdb/\w+|debugpy/.+|pydevd\w*)\.py$"
@@ -263,6 +264,11 @@ def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
         return "DDP's forward()"
     back = any("backward" in frame.function and _BACKWARD.search(frame.file) for frame in inner)
     return "backward()" if back else ""
+
+
+def waits_in_pool(frames: tuple[Frame, ...]) -> bool:
+    """Tell whether a stack waits for what a Pool of multiprocessing is to do."""
+    return any(_POOL.search(frame.file) for frame in frames)
 
 
 def called(frames: tuple[Frame, ...]) -> str:

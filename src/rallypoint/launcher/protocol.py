@@ -285,7 +285,8 @@ class Child(msgspec.Struct, frozen=True):
 
 
 class ChildrenFailed(Packet):
-    """worker -> agent: the program has ended, and never asked how these of its children did.
+    """worker -> agent: the program has ended, or a Pool of its has lost one of them, and it never
+    asked how these of its children did.
     `more`: how many were not kept.
     """
 

@@ -39,6 +39,16 @@ def missing(
     ]
     lines = [f"{ranks_phrase(ranks)}: {place or NOT_KNOWN}" for ranks, place in places]
     (first, *_), place = places[0]
+    helps = [
+        Help("see where each rank is, and for how long, while the job runs", "rallypoint stacks"),
+        Help(
+            "or, when what it does there takes that long, let the others wait",
+            "dist.init_process_group(timeout=timedelta(hours=1))",
+        ),
+    ]
+    if any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
+        broken = "take a pool that raises BrokenProcessPool when it loses a process"
+        helps = [Help(broken, "concurrent.futures.ProcessPoolExecutor()")]
     came = "never came"
     if late:
         came = "came too late" if late.keys() >= by_rank.keys() else "did not come in time"
@@ -53,15 +63,7 @@ def missing(
             *(f"rank {rank} came {after:.2f} s later" for rank, after in late.items()),
             f"rank {waiters[0].rank} raised {named(error)}",
         ),
-        help=(
-            Help(
-                "see where each rank is, and for how long, while the job runs", "rallypoint stacks"
-            ),
-            Help(
-                "or, when what it does there takes that long, let the others wait",
-                "dist.init_process_group(timeout=timedelta(hours=1))",
-            ),
-        ),
+        help=helps,
     )
 
 

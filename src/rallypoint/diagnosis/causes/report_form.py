@@ -79,7 +79,10 @@ def account(
             how = f"was killed by {signal_name(number)}" if number else f"exited with code {status}"
             how += " for lack of memory" if pid in case.node.memory.killed_pids else ""
             child = f"process {pid}, which {who(rank)} had started, {how}"
-            evidence = (f"{child}; {who(rank)} has not noticed it", *evidence)
+            left = f"{who(rank)} has not noticed it"
+            if stacks.waits_in_pool(rank.stack):
+                left = "its Pool starts another one, but not its task again: the call may never end"
+            evidence = (f"{child}; {left}", *evidence)
         elif case.job.log is None and (line := tracebacks.other_traceback(rank.said, own)):
             told = f"the log of {who(rank)} has another traceback, which may tell more: {cut(line)}"
             evidence = (told, *evidence)

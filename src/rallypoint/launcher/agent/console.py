@@ -32,7 +32,7 @@ SLOW_IMPORT = 1.0
 # the ranks' words.
 CHILDREN_MOST = 6
 # How a text names processes: ours, torch's "worker (pid(s) 7, 8) exited", multiprocessing's "pid=7".
-_PIDS = re.compile(r"\bpids?(?:\(s\))?[\s=]+(\d+(?:,\s\d+)*)")
+_PIDS = re.compile(r"\b(?:process|pids?(?:\(s\))?)[\s=]+(\d+(?:,\s\d+)*)")
 
 
 class Console:

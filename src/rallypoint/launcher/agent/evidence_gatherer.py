@@ -188,9 +188,11 @@ class EvidenceGatherer:
         own = process_status.children(handle.pid) if handle.alive and not handle.sent else []
         ends = ((pid, process_status.end_of_unreaped(pid) or (0, 0)) for pid in own)
         # SIGTERM: the program wanted that end, as `child_processes` has it.
-        failed = ((pid, *end) for pid, end in ends if any(end) and end[1] != signal.SIGTERM)
+        failed = [(pid, *end) for pid, end in ends if any(end) and end[1] != signal.SIGTERM]
+        if handle.alive and handle.raised is None:  # by a Pool, which has reaped it
+            failed += [(one.pid, one.code, one.signal) for one in handle.children.children]
         return RankEvidence(
-            dead_child=next(failed, None),
+            dead_child=next(iter(failed), None),
             **{name: getattr(handle, name) for name in _AS_TOLD},
             handled=tuple(
                 one for one in handle.caught.values() if one.call != CUDA_START or not tries

@@ -18,6 +18,8 @@ TOLD_MOST = 100  # of one rank: a program that starts processes for ever must no
 # it, in order; this one after all others.
 _LAST = -100
 _LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("multiprocessing", "concurrent", "torch"))
+_LIBRARIES += (f"{os.sep}threading.py",)  # of a thread in which a Pool replaces a process
+_POOL = os.path.join("multiprocessing", "pool.py")
 
 _Tell = Callable[[Sequence[Child], int], object]
 
@@ -33,8 +35,8 @@ _tells: list[_Tell] = []
 
 def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
     """Watch how children end, as far as multiprocessing itself looks, here and in forks of this
-    process. `tell` is called when the program has ended: with those that failed, and how many more
-    did; `starts_interpreter` before a child is started that is no fork."""
+    process. `tell` is called when the program has ended, and when a Pool has lost a worker: with
+    those that failed, and how many more did; `starts_interpreter` before a child is started that is no fork."""
     from multiprocessing import process
 
     kind: Any = process.BaseProcess
@@ -59,8 +61,11 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
 
     def exitcode(self: Any) -> int | None:
         code: int | None = look(self)
-        if code:
-            _failed.pop(self.pid, None)
+        if code and self.pid in _failed:
+            if sys._getframe(1).f_code.co_filename.endswith(_POOL):  # which tells nobody
+                _tell(tell)
+            else:
+                del _failed[self.pid]
         return code
 
     wrap(kind, "start", start)
