@@ -157,6 +157,19 @@ def came(number: int, *, at: float, **more: Any) -> RankEvidence:
     return rank(number, 1, order=2, at=at + 0.1, raised=error, said_traceback=True, **more)
 
 
+def calls_differ(
+    number: int, kind: str, other: int, theirs: str, frames: tuple[Frame, ...]
+) -> RankEvidence:
+    """Make a rank in which torch, with TORCH_DISTRIBUTED_DEBUG=DETAIL, has compared its call."""
+    one, two = (
+        f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=0, OpType={name}, TensorShape=[1])"
+        for rank, name in ((number, kind), (other, theirs))
+    )
+    message = f"Detected mismatch between collectives on ranks. {one}, but {two}."
+    error = raised("RuntimeError", message, frames, at=1.2, call="all_reduce")
+    return rank(number, 1, order=number, at=1.3, raised=error, said_traceback=True)
+
+
 def job(*ranks: RankEvidence, **more: Any) -> JobEvidence:
     """Make the evidence of a job on one node. `more`: fields of the node's or the job's."""
     own = {name: more.pop(name) for name in NodeEvidence.__struct_fields__ if name in more}
@@ -1873,6 +1886,25 @@ HISTORIES = [
         (1,),
         "rank 0 waited in all_reduce until the timeout; rank 1 never came",
         "likely",
+    ),
+    # Either may be the odd one. With both errors it is one mismatch all the same.
+    History(
+        "two-ranks-in-different-calls",
+        job(calls_differ(1, "BROADCAST", 0, "ALLREDUCE", BROADCAST), stopped(0)),
+        "collective-mismatch",
+        (1,),
+        "rank 1 was in BROADCAST, and rank 0 in ALLREDUCE",
+    ),
+    History(
+        "three-ranks-that-each-tell-the-same-mismatch",
+        job(
+            calls_differ(0, "ALLREDUCE", 1, "BROADCAST", ALL_REDUCE),
+            calls_differ(1, "BROADCAST", 0, "ALLREDUCE", BROADCAST),
+            calls_differ(2, "ALLREDUCE", 1, "BROADCAST", ALL_REDUCE),
+        ),
+        "collective-mismatch",
+        (0, 1, 2),
+        "rank 0 was in ALLREDUCE, and rank 1 in BROADCAST",
     ),
     History(
         "a-rank-keeps-a-lock",

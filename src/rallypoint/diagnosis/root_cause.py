@@ -307,12 +307,12 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         sure = "possible"
     told, rest = causes[:MOST_REPORTS], causes[MOST_REPORTS:]
     at_fault = [verdict for group in causes for verdict in group]
-    # Those that are waited for in vain may well be at fault, and so may those with which a tensor's
-    # size does not agree. Where several left with one exit code, those that were stopped may have
+    # Those that are waited for in vain may well be at fault, and so may those with which a call or a
+    # model does not agree. Where several left with one exit code, those that were stopped may have
     # been about to.
     suspect = any(
         (v.kind is Kind.DOUBTFUL and v.error is not None and v.error.code)
-        or classify.says("sizes-differ", v.message)
+        or any(classify.says(name, v.message) for name in _OF_SEVERAL)
         or (v.error is not None and tracebacks.by_rpc(v.error))
         for v in found
     )
@@ -344,6 +344,10 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         why = first.why or "it stands first in the log"
         reports[0] = replace(first, confidence="likely", why=why)
     return tuple(reports)
+
+
+_OF_SEVERAL = ("sizes-differ", "calls-differ", "models-differ", "calls-mismatched")
+"""Words by which a rank says that it and another one do not agree: either may be at fault."""
 
 
 def _doubt(job: JobEvidence, group: list[Verdict], verdicts: list[Verdict]) -> str:
@@ -403,6 +407,8 @@ def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
     if error is not None and kind is not Kind.EXITED:
         if error.code in classify.SAID_TO_ALL:
             return (kind, error.code, error.message)
+        if classify.says("calls-differ", error.message):  # each tells it as it sees it
+            return (kind, "calls-differ")
         frame = stacks.own_frame(error.frames)
         place: Hashable = (frame.file, frame.line) if frame else error.message
         worker = classify.loader_killed(error)

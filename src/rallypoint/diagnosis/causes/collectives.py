@@ -134,17 +134,20 @@ def calls_differ(case: Case, error: Raised) -> Report:
         headline = (
             f"{ranks_phrase((int(rank), int(peer)))} were in {kind} with tensors that do not match"
         )
+    places: dict[str, list[int]] = {}
+    for one in case.job.ranks if case.job.log is None else ():
+        frames = one.raised.frames if one.raised is not None else one.stack
+        places.setdefault(stacks.place(frames, case.root) or NOT_KNOWN, []).append(one.rank)
+    odd_first = sorted(places.items(), key=lambda item: len(item[1]))
+    look = "look for a branch around a collective, or a loop or a batch whose length differs between ranks"
     return account(
         case,
         "collective-mismatch",
         headline,
         error,
         why="every rank of a group must make the same collective calls in the same order, with tensors of one shape and dtype",
-        help=[
-            Help(
-                "look for a branch around a collective, or a loop or a batch whose length differs between ranks"
-            )
-        ],
+        evidence=listed([f"{ranks_phrase(ranks)}: {at}" for at, ranks in odd_first]),
+        help=[Help(look)],
     )
 
 
