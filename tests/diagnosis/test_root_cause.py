@@ -3167,6 +3167,43 @@ def test_what_is_missing_is_installed_for_the_python_of_the_ranks() -> None:
     assert unknown.help[1].command == "python -m pip install einops"
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (raised("RuntimeError", "can't start new thread", (MAIN,)), True),
+        (
+            raised(
+                "BlockingIOError",
+                "[Errno 11] Resource temporarily unavailable",
+                (Frame("/usr/lib/python3.11/subprocess.py", 1883, "_execute_child", "self.pid = _fork_exec("),),
+                errno=11,
+            ),
+            True,
+        ),
+        (
+            raised(
+                "BlockingIOError",
+                "[Errno 11] Resource temporarily unavailable",
+                (Frame("/home/ada/exp/train.py", 7, "main", "fcntl.flock(file, LOCK_EX | LOCK_NB)"),),
+                errno=11,
+            ),
+            False,
+        ),
+    ],
+    ids=["thread", "process", "lock"],
+)  # fmt: skip
+def test_a_limit_of_threads_and_processes(error: Raised, shown: bool) -> None:
+    (report,) = diagnose(job(*same(2, code=1, raised=error)))
+    assert any("pids.max" in help.command for help in report.help) == shown
+
+
+def test_a_crash_of_a_library_that_got_no_thread() -> None:
+    said = ("libgomp: Thread creation failed: Resource temporarily unavailable",)
+    (report,) = diagnose(job(rank(0, sig=11, at=1.2, stack=SEGV, said=said), stopped(1)))
+    assert any(said[0] in line for line in report.evidence)
+    assert any("pids.max" in help.command for help in report.help)
+
+
 def test_a_module_that_lies_near_the_program_is_not_to_be_installed() -> None:
     own = raised("ModuleNotFoundError", "No module named 'mylib.net'", (MAIN,))
     own = msgspec.structs.replace(own, module_folder="/home/ada/my repo")

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.causes import resources
 from rallypoint.diagnosis.causes.case import Case, located, pids, resident, was, went_home
+from rallypoint.diagnosis.causes.exception_help import SEE_LIMIT_OF_THREADS
 from rallypoint.diagnosis.causes.report_form import account, of_end, said, words_before
 from rallypoint.diagnosis.causes.wording import (
     EVIDENCE_LINES,
     crash_words,
+    cut,
     first_line,
     has_name,
     named,
@@ -196,6 +198,9 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
         why, confidence = "a recursion without an end filled its stack", "likely"
         keep = "keep Python's limit, which ends a recursion by a RecursionError"
         helps.append(Help(keep, "sys.setrecursionlimit(1000)"))
+    if unstarted := next(filter(_NO_THREAD.search, rank.said), ""):
+        evidence.append(f"it had said: {cut(unstarted.strip())}")
+        helps.append(SEE_LIMIT_OF_THREADS)
     if any(frame.function == "_ddp_init_helper" for frame in stack):
         helps.append(_LESS_DETAIL)
     return of_end(
@@ -209,6 +214,9 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
         said=said(rank, [line for line in rank.said if not _DUMP.match(line)]),
     )
 
+
+# libgomp, OpenBLAS, and Python itself
+_NO_THREAD = re.compile(r"Thread creation failed|pthread_create failed|can't start new thread")
 
 _LESS_DETAIL = Help(
     "if TORCH_DISTRIBUTED_DEBUG is DETAIL, take INFO: under DETAIL the constructor of DDP crashes (torch 2.13 with gloo)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 
@@ -51,7 +52,13 @@ def _install(module: str, folder: str, python: str) -> tuple[Help, ...]:
     return (install,) if python else (look, install)
 
 
+SEE_LIMIT_OF_THREADS = Help(
+    "see how many processes and threads are allowed, and how many there are",
+    "ulimit -u; cat /sys/fs/cgroup/pids.max; ps -eL | wc -l",
+)
+
 _HELPS = (
+    (r"^can't start new thread$", (SEE_LIMIT_OF_THREADS,)),
     (
         r"^context has already been set",
         (
@@ -165,6 +172,9 @@ def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
                 f"rallypoint run -n 2 {job.program}",
             ),
         )
+    last = error.frames[-1] if error.frames else None
+    if error.errno == errno.EAGAIN and last and "fork" in (last.function + last.source):
+        return (SEE_LIMIT_OF_THREADS,)
     if short == "BdbQuit":
         return (
             Help(
