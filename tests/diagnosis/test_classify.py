@@ -116,6 +116,31 @@ def test_another_traceback_than_the_one_that_is_told() -> None:
     assert tracebacks.other_traceback([*own, "Traceback (most recent call last):"], told) == ""
 
 
+@pytest.mark.parametrize(
+    ("message", "logged"),
+    [
+        ("bad \x1b[31mred\x1b[0m x", "bad red x"),
+        ("x\x07y\x00z", "xyz"),
+        ("a\rb", "ab"),
+        ("a\x0bb\x0cc", "abc"),
+        ("gr\u00f6\u00dfe \u4e2d", "gr\\xf6\\xdfe \\u4e2d"),
+        ("\u4e2d\u4e2d\u4e2d", "\u4e2d\u4e2d\ufffd"),
+    ],
+    ids=["colours", "bell", "return", "tabulators", "a stream of ASCII", "a line that was cut"],
+)
+def test_one_traceback_with_controls_in_its_message_is_no_other_one(
+    message: str, logged: str
+) -> None:
+    """The log's lines have none. Since torch 2.6 its word on a file that it does not load has bold
+    letters, and everybody was told of another traceback, the very same.
+    """
+    lines = ["Traceback (most recent call last):", f"ValueError: {logged}"]
+    told = f"Traceback (most recent call last):\nValueError: {message}\n"
+    assert tracebacks.other_traceback(lines, told) == ""
+    lines[1] = "ValueError: another"
+    assert tracebacks.other_traceback(lines, told) == "ValueError: another"
+
+
 def test_a_raise_from_means_what_it_says() -> None:
     during = "During handling of the above exception, another exception occurred"
     cause = "The above exception was the direct cause of the following exception"

@@ -17,7 +17,7 @@ from rallypoint.world import ranks_phrase
 _Value = TypeVar("_Value")
 
 _LABEL = 7  # columns of "where  ", "why    ", ...: the longest label and two blanks
-_ESCAPES = re.compile(
+ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
     # OSC, DCS, SOS, PM, APC: titles, links, up to their end
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)"
@@ -40,7 +40,7 @@ def plain(words: str) -> str:
     """Return one line of somebody's words without control sequences; of a line that redrew itself
     (`\\r`) only the last state.
     """
-    line = _ESCAPES.sub("", words)
+    line = ESCAPES.sub("", words)
     if "\r" in line:
         line = next((part for part in reversed(line.split("\r")) if part.strip()), "")
     return _CONTROLS.sub(" ", line).rstrip()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from rallypoint.diagnosis.raised import LEFT_OUT, Frame, Raised, cut, joined
+from rallypoint.diagnosis.render import ESCAPES
 
 _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
 
@@ -173,9 +174,19 @@ def other_traceback(lines: Sequence[str], than: str) -> str:
             rest = lines[i + 1 :]
             at = next((n for n, one in enumerate(rest) if one and not one.startswith(" ")), 0)
             goes_on = {*rest[at + 1 : at + 4]} & {_DURING, _DIRECTLY.strip()}
-            if rest and _EXCEPTION.match(rest[at]) and not goes_on and rest[at] not in than:
+            named = rest and not goes_on and _EXCEPTION.match(rest[at])
+            if named and _bare(rest[at]) not in _bare(than):
                 return rest[at]
     return ""
+
+
+_NO_LETTER = str.maketrans("", "", " \ufffd")  # a blank, and half a letter where a line was cut
+
+
+def _bare(text: str) -> bytes:
+    """Return a text without control sequences and blanks, as Python writes it to any stream."""
+    shown = filter(str.isprintable, ESCAPES.sub("", text).translate(_NO_LETTER))
+    return "".join(shown).encode("ascii", "backslashreplace")
 
 
 def went_on(lines: Sequence[str]) -> bool:
