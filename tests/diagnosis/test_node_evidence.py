@@ -113,6 +113,22 @@ def test_an_error_file_that_nobody_can_read_is_left_out() -> None:
     assert cut(node).ranks[0].error_file == ""
 
 
+def test_what_is_cut_most_can_be_read_all_the_same() -> None:
+    """Of a pair one part was left, so a node's evidence with very much text was no evidence."""
+    long = "x" * 900
+    frames = (Frame(long, 3, long, long),) * 9
+    error = Raised(
+        long, long, frames, long, 2.0, long, (5.0, 0.1), frames[0], filename=long, code=long,
+        module_folder=long, why=(long,) * 9, help=((long, long),) * 9,
+    )  # fmt: skip
+    many = rank(
+        0, handled=(error,) * 9, in_thread=error, stack=frames, stack_text=long, said=(long,) * 9,
+        cuda_forks=((long, long),) * 9, unanswered=(long, 29500), log=long, left_at=long,
+    )  # fmt: skip
+    short = cut(NodeEvidence((many,)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(short), type=NodeEvidence) == short
+
+
 def moments(value: Any) -> Iterator[float]:
     if isinstance(value, tuple):
         for one in value:
