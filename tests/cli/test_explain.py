@@ -219,6 +219,17 @@ def test_a_page_is_in_bold_where_colours_are_asked_for(
     assert ("\x1b[1m# rank-killed" in capsys.readouterr().out) == (variable == "FORCE_COLOR")
 
 
+@pytest.mark.parametrize("word", ["", "/report.json", "/events.jsonl"])
+def test_a_kept_run_is_shown_by_another_command(
+    word: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its report was read as the log of a program, in which nothing is known."""
+    for name in ("plan.json", "events.jsonl", "report.json"):
+        (tmp_path / name).write_text("{}")
+    status, _, err = _explained(capsys, f"{tmp_path}{word}")
+    assert (status, f"rallypoint show {tmp_path}" in err) == (2, True)
+
+
 def test_a_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     log.write_text("step 1\n" * 5 + TRACEBACK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import signal
 import stat
 import sys
@@ -152,9 +153,28 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
 # --- logs
 
 
+def _run_folder(path: str) -> str:
+    """Return the run folder that this is, with a report in it, or of which it is a record and no
+    log; "" for others.
+    """
+    folder, name = os.path.split(path)
+    if os.path.exists(os.path.join(path, "report.json")):
+        folder = path
+    elif name not in ("report.json", "events.jsonl", "plan.json"):
+        return ""
+    is_run = all(os.path.exists(os.path.join(folder, one)) for one in ("plan.json", "events.jsonl"))
+    return (folder or os.curdir) if is_run else ""
+
+
 def _of_files(paths: Sequence[str]) -> Sequence[Report]:
     from rallypoint.diagnosis.logs import log_files, prefixes, reader, to_evidence
 
+    if folder := _run_folder(paths[0]):
+        raise UsageError(
+            "usage",
+            f"{paths[0]} is of a run that rallypoint keeps",
+            help=(("show the run", f"rallypoint show {shlex.quote(folder)}"),),
+        )
     with Progress() as progress:
         found = []
         for path in paths:
