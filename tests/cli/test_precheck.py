@@ -129,10 +129,23 @@ def test_a_module_of_elsewhere_given_as_a_script(
     assert "package" not in sys.modules
 
 
-def test_python_given_as_a_script() -> None:
-    assert commands(trouble("python3", "train.py", "--lr", "1")) == [
-        "rallypoint run train.py --lr 1"
-    ]
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("python3 train.py --lr 1", "train.py --lr 1"),
+        ("python -u train.py -m x", "train.py -m x"),
+        ("python -u -OO -m package.train", "-m package.train"),
+        ("python -c print(1)", "FILE.py"),
+        ("accelerate launch train.py", "train.py"),
+        (
+            "python -m torch.distributed.launch --nproc-per-node=2 train.py",
+            "--nproc-per-node=2 train.py",
+        ),
+        ("mpirun python -u train.py", "train.py"),
+    ],
+)
+def test_python_or_a_launcher_given_as_a_script(typed: str, right: str) -> None:
+    assert commands(trouble(*typed.split())) == [f"rallypoint run {right}"]
 
 
 def test_nothing_near_says_where_we_are(folder: Path) -> None:

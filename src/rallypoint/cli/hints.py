@@ -90,6 +90,28 @@ def is_python(word: str) -> bool:
     return os.path.basename(word).startswith("python")
 
 
+_PYTHONS_FLAG = re.compile(r"-(?!m$|c$)[A-Za-z]+")
+
+
+def without_launchers(words: Sequence[str]) -> list[str]:
+    """Return a command without the interpreter, with its flags, and the launchers that it begins
+    with.
+    """
+    rest = list(words)
+    while rest:
+        if is_python(rest[0]):
+            del rest[0]
+            while rest and _PYTHONS_FLAG.fullmatch(rest[0]):
+                del rest[0]
+        elif rest[0] == "-m" and rest[1:2] and rest[1] in LAUNCHERS:
+            del rest[:2]
+        elif os.path.basename(rest[0]) in LAUNCHERS:
+            del rest[: 1 + (rest[:2] == ["accelerate", "launch"])]
+        else:
+            break
+    return rest
+
+
 def is_one_dashed(word: str) -> bool:
     """Tell whether `-np` or `-nnodes` was typed, which is a `-n` without a number here."""
     return word.startswith(("-np", "-nn"))

@@ -208,7 +208,11 @@ def _no_script(program: Program, typed: Sequence[str]) -> tuple[str, str] | None
     if name.isdecimal():
         return "the number of ranks is given with -n", hints.retyped((*typed, "-n"), name, *args)
     if hints.is_python(name) or name in hints.LAUNCHERS:
-        return f"leave {name} out: this command takes its place", hints.retyped(typed, *args)
+        rest = hints.without_launchers((name, *args))
+        if rest[:1] == ["-c"]:
+            return "save the code to a file first, and start that", hints.retyped(typed, "FILE.py")
+        left_out = " ".join((name, *args[: len(args) - len(rest)]))
+        return f"leave {left_out} out: this command takes its place", hints.retyped(typed, *rest)
     if shutil.which(program.target):
         return (
             "a program that is no Python script is started with --no-python",
