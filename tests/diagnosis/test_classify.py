@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import traceback
 
 import msgspec
@@ -404,3 +405,31 @@ def test_which_store_broke_the_connection() -> None:
     assert reachability.store_of(broken, ["epoch 3"]) is None
     assert reachability.store_of(msgspec.structs.replace(broken, call="all_reduce"), [line]) is None
     assert reachability.store_of(fetched("BrokenPipeError", "Broken pipe"), [line]) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "message", "own"),
+    [
+        (("torch/serialization.py", "torch/_weights_only_unpickler.py"), "", True),
+        (("torch/serialization.py",), "Ran out of input", True),
+        (("dill/_dill.py", "/usr/lib/python3.11/pickle.py"), "", True),
+        (("/usr/lib/python3.11/multiprocessing/connection.py",), "Ran out of input", False),
+        (("/usr/lib/python3.11/multiprocessing/connection.py",), "", False),
+        (
+            ("/usr/lib/python3.11/multiprocessing/queues.py", "/usr/lib/python3.11/pickle.py"),
+            "",
+            False,
+        ),
+        (("paramiko/transport.py",), "", False),
+    ],
+)
+def test_the_end_of_a_file_that_is_unpickled_speaks_of_no_peer(
+    files: tuple[str, ...], message: str, own: bool
+) -> None:
+    """`torch.load` of an empty checkpoint was likely the loss of another rank: since torch 2.6 it
+    reads with an unpickler of its own, which raises an EOFError without words.
+    """
+    frames = tuple(Frame(os.path.join("/venv/site-packages", file), 9, "load") for file in files)
+    error = Raised("EOFError", message, (Frame("/home/ada/train.py", 4, "main"), *frames), "")
+    meaning = classify.Meaning.OWN if own else classify.Meaning.MAYBE_LOST
+    assert classify.meaning(error) is meaning

@@ -52,6 +52,7 @@ _STARTING = re.compile(r"/multiprocessing/(popen_\w+|process)\.py$")
 _SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memory)\.py$")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 _WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
+_UNPICKLERS = re.compile(r"(^|/)(torch/_weights_only_unpickler|pickle)\.py$")
 _PIPES = re.compile(r"(^|/)(multiprocessing|asyncio)/")
 _STARTING_CUDA = re.compile(r"(^|/)torch/cuda/__init__\.py$")
 _IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
@@ -109,8 +110,10 @@ def _cuda_unknown_at_start(error: Raised) -> bool:
 
 def _file_ended(error: Raised) -> bool:
     """Tell whether a file ended that was unpickled, and no pipe to a process."""
-    of_file = error.frames and not _PIPES.search(error.frames[-1].file)
-    return bool(of_file) and error.message == "Ran out of input"
+    last = error.frames[-1].file if error.frames else ""
+    if _UNPICKLERS.search(last):
+        return not (error.message or _through(error, _PIPES))
+    return bool(last) and not _PIPES.search(last) and error.message == "Ran out of input"
 
 
 def _of_ray(error: Raised) -> bool:
