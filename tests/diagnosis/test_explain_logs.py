@@ -1193,6 +1193,28 @@ def test_words_with_the_place_that_they_left(
     assert words in report.headline
 
 
+def test_what_failed_in_a_checkpoint_has_the_programs_line() -> None:
+    """The part of the rank that failed begins in torch, which all ranks had called."""
+    site = "/x/site-packages/torch/distributed/checkpoint"
+    log = f"""\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/srv/train.py", line 9, in save
+[rank0]:     dcp.save(state, checkpoint_id=path)
+[rank0]:   File "{site}/utils.py", line 263, in all_reduce
+[rank0]:     raise final_result
+[rank0]: torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])
+[rank0]: Traceback (most recent call last): (RANK 1)
+[rank0]:   File "{site}/utils.py", line 241, in all_reduce
+[rank0]:     local_data = map_fun()
+[rank0]:   File "{site}/filesystem.py", line 706, in write_data
+[rank0]:     return self._write_data(planner, file_queue)
+[rank0]: OSError: [Errno 28] No space left on device
+"""
+    (report,) = _told(log)
+    assert report.ranks == (1,)
+    assert report.where == "train.py:9 in save (torch all_reduce), rank 1"
+
+
 IN_CALL = """\
 [rank{0}]: Traceback (most recent call last):
 [rank{0}]:   File "/tmp/train.py", line {1}, in <module>

@@ -312,8 +312,11 @@ class Traceback(Block):
         that says more.
         """
         chosen, error = self._chosen, self._raised()
-        if chosen is None or self._link == "inside":
+        if chosen is None:
             self._chosen = error
+        elif self._link == "inside":
+            frames = joined(chosen.frames, error.frames)
+            self._chosen = msgspec.structs.replace(error, frames=frames)
         elif self._link == "during":
             closing = _CLOSING.search(error.message)
             if (chosen.type in _TRIED and not closing) or schedulers.of_launcher(chosen):
