@@ -3167,6 +3167,16 @@ def test_what_is_missing_is_installed_for_the_python_of_the_ranks() -> None:
     assert unknown.help[1].command == "python -m pip install einops"
 
 
+def test_what_each_rank_said_where_their_words_differ() -> None:
+    ranks = [
+        rank(i, 1, order=i, raised=raised("ValueError", f"sample {words} at 0x7f0{i}"))
+        for i, words in enumerate(("17", "17", "2003"))
+    ]
+    (report,) = diagnose(job(*ranks))
+    assert report.ranks == (0, 1, 2)
+    assert report.evidence == ("rank 2: sample 2003 at 0x",)
+
+
 @pytest.mark.parametrize(
     ("error", "shown"),
     [

@@ -56,7 +56,24 @@ def raised(case: Case, error: Raised | None) -> Report:
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
     headline = f"{case.subject} raised {named(error)}"
-    return account(case, "rank-raised", headline, error, help=help_for(error, case.job))
+    others = listed(_words_of_others(case, error))
+    return account(
+        case, "rank-raised", headline, error, evidence=others, help=help_for(error, case.job)
+    )
+
+
+def _words_of_others(case: Case, error: Raised) -> list[str]:
+    """Return what other ranks said that raised the same at the same line: "rank 2: sample 7 is
+    bad". Addresses of memory may differ.
+    """
+    told: dict[str, list[int]] = {}
+    for rank in case.ranks:
+        own = rank.raised if rank is not case.first else None
+        if own is not None and own.type == error.type:
+            said = re.sub("0x[0-9a-f]+", "0x", first_line(own.message))
+            told.setdefault(said, []).append(rank.rank)
+    told.pop(re.sub("0x[0-9a-f]+", "0x", first_line(error.message)), None)
+    return [f"{ranks_phrase(ranks)}: {words}" for words, ranks in told.items() if words]
 
 
 def _no_input(case: Case, error: Raised) -> Report:
