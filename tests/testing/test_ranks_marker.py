@@ -177,6 +177,13 @@ OUTCOMES = """
 
     def test_breakpoint():
         breakpoint()
+
+    def test_left_well():
+        raise SystemExit(0)
+
+    def test_left_early():
+        if is_rank(1):
+            os._exit(0)
 """
 
 
@@ -202,8 +209,12 @@ def test_every_other_end_of_a_rank(tmp_path: Path, installed: Path) -> None:
         "E       RuntimeError: breakpoint() in a rank of a test: a rank has no terminal"
         in done.stdout
     ), done.stdout
+    # What stands below an exit has not run: such a test had passed.
+    assert "FAILED test_it.py::test_left_well - ranks 0-1: SystemExit: 0" in lines, done.stdout
+    assert "test_left_early: rank 1 exited with code 0 before the end of the test" in lines
     assert "1 skipped" in lines[-1]
     assert "2 xfailed" in lines[-1]
+    assert "passed" not in lines[-1]
 
 
 MISUSES = """
