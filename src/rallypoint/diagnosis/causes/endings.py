@@ -211,7 +211,10 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
         confidence=confidence,
         evidence=evidence,
         help=helps,
-        said=said(rank, [line for line in rank.said if not _DUMP.match(line)]),
+        said=(
+            *said(rank, [line for line in rank.said if not _DUMP.match(line)]),
+            *(words_before(case, first=True) if left and in_log else ()),
+        ),
     )
 
 

@@ -158,9 +158,12 @@ def traceback_said(
     return (Said(who(rank), tuple(cut(line) for line in lines)),)
 
 
-def words_before(case: Case) -> tuple[Said, ...]:
-    """Return what stands in a log before a launcher's word of the end, whoever said it."""
-    words = case.job.log.last_words if case.job.log is not None else ()
+def words_before(case: Case, *, first: bool = False) -> tuple[Said, ...]:
+    """Return what stands in a log before a launcher's word of the end, whoever said it; or what no
+    known process said before the `first` thing that was seen: a `sys.exit("words")`, perhaps.
+    """
+    log = case.job.log
+    words = () if log is None else log.before if first else log.last_words
     lines = tuple(cut(line, 200) for line in words if not schedulers.by_launcher(line))
     return (Said("the log, before that,", lines),) if lines else ()
 

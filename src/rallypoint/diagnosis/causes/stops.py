@@ -20,6 +20,7 @@ from rallypoint.diagnosis.causes.report_form import (
     of_end,
     said,
     traceback_said,
+    words_before,
 )
 from rallypoint.diagnosis.causes.wording import CRASHES, EVIDENCE_LINES, cut, signal_name
 from rallypoint.diagnosis.error_patterns import schedulers, torch
@@ -309,7 +310,10 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
         f"{ranks_phrase(alike) if alike else 'a rank'} {_in_short(first, error)}; the cause is not known",
         why="all that the log has are consequences; this is the first",
         evidence=evidence,
-        said=traceback_said(first, error) if error is not None else said(first, first.said),
+        said=(
+            *(traceback_said(first, error) if error is not None else said(first, first.said)),
+            *words_before(case, first=True),
+        ),
         help=helps,
         ranks=(),
     )

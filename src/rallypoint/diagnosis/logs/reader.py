@@ -73,7 +73,7 @@ IGNORED_WITHIN = 20
 # of failure
 BEGINNING = 40
 
-NAMELESS = 3  # lines of no known process that are kept, where all the last ones have a name
+NAMELESS = 4  # lines of no known process that are kept, where all the last ones have a name
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 
 _STOPPED = re.compile(r"(?:Sending process|Terminating process|Killing subprocess) (\d+)")
@@ -119,6 +119,7 @@ class Reader:
         self._last_words: tuple[str, ...] = ()
         # of no known process, and no traceback: a `sys.exit("words")` under torchrun is such a line
         self._nameless: deque[str] = deque(maxlen=NAMELESS)
+        self._before: tuple[str, ...] = ()
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
@@ -144,6 +145,7 @@ class Reader:
             tuple(self._stopped),
             self._failed,
             self._last_words,
+            self._before,
             tuple(self._restarts),
         )
 
@@ -371,6 +373,7 @@ class Reader:
             return number
         if len(self._seen) >= MOST_SIGHTINGS:
             return None
+        self._before = tuple(self._nameless) if not self._seen else self._before
         self._same[key] = len(self._seen)
         self._seen.append(sighting)
         return len(self._seen) - 1
@@ -446,5 +449,6 @@ def together(findings: Iterable[Findings]) -> Findings:
         tuple(pid for one in every for pid in one.stopped),
         any(one.failed for one in every),
         next((one.last_words for one in every if one.last_words), ()),
+        next((one.before for one in every if one.before), ()),
         tuple(place for one in every for place in one.restarts),
     )

@@ -63,7 +63,7 @@ _KILLERS = (
 _VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
-_THREAD_LEFT = "the process exited while a thread of C++ still ran; why it exited is not in the log"
+_THREAD_LEFT = "the process exited while a thread of C++ still ran; no line under its name says why"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
 
 
