@@ -1050,15 +1050,21 @@ def test_words_without_a_name_before_the_tracebacks_of_others(others: int) -> No
     assert report.said[0].lines == ("could not find the config /cfg/a.yaml",)
 
 
-@pytest.mark.parametrize("end", ["", "terminate called without an active exception\n"])
-def test_words_without_a_name_where_no_launcher_tells_of_the_end(end: str) -> None:
+def test_words_without_a_name_where_no_launcher_tells_of_the_end() -> None:
     """A shell's loop starts the ranks, and waits for all of them."""
     frame = '  File "a.py", line 8, in step\n    dist.all_reduce(t)'
     lost = f"Traceback (most recent call last):\n{frame}\nRuntimeError: Connection closed by peer [127.0.0.1]:61841"
     named = "".join(f"[rank{i}]: {line}\n" for i in (0, 2) for line in lost.splitlines())
-    report = _told(f"step 3 loss 0.2\nno checkpoint in /ckpt\n{end}{named}")[0]
-    assert report.code == ("rank-crashed" if end else "cause-unknown")
+    report = _told(f"step 3 loss 0.2\nno checkpoint in /ckpt\n{named}")[0]
+    assert report.code == "cause-unknown"
     assert report.said[-1].lines == ("step 3 loss 0.2", "no checkpoint in /ckpt")
+
+
+def test_words_without_a_name_before_an_exit_that_became_an_abort() -> None:
+    abort = "terminate called without an active exception\n"
+    report = _told(LEFT_UNDER_TORCHRUN.format(lost=abort, code=-6))[0]
+    assert report.code == "rank-crashed"
+    assert report.said[-1].lines == ("could not find the config /cfg/a.yaml",)
 
 
 def test_what_argparse_said_in_all_ranks_of_torchrun() -> None:
