@@ -1067,6 +1067,42 @@ def test_words_without_a_name_before_an_exit_that_became_an_abort() -> None:
     assert report.said[-1].lines == ("could not find the config /cfg/a.yaml",)
 
 
+@pytest.mark.parametrize("stopped", [19616, 19617])
+def test_a_rank_that_got_sigterm_before_the_launcher_stopped_the_others(stopped: int) -> None:
+    """torchrun names it as the first that failed, and it is not among those that it stopped."""
+    stop = f"W1128 02:34:03.3 19243 torch/distributed/elastic/api.py:1028] Sending process {stopped} closing signal SIGTERM\n"
+    report = _told(LEFT_UNDER_TORCHRUN.format(lost=stop, code=-15))[0]
+    assert (report.code == "rank-killed") == (stopped != 19617)
+
+
+ONE_UNDER_ACCELERATE = """\
+starting
+{words}Traceback (most recent call last):
+  File "/env/bin/accelerate", line 8, in <module>
+    sys.exit(main())
+  File "/env/lib/python3.11/site-packages/accelerate/commands/launch.py", line 1234, in launch_command
+    simple_launcher(args)
+  File "/env/lib/python3.11/site-packages/accelerate/commands/launch.py", line 800, in simple_launcher
+    raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)
+subprocess.CalledProcessError: Command '['/env/bin/python', 'one.py', 'exit']' returned non-zero exit status {code}.
+"""
+
+
+def test_the_only_process_of_a_launcher_has_no_other_rank_to_lose() -> None:
+    log = ONE_UNDER_ACCELERATE.format(words="no checkpoint in /ckpt\n", code=1)
+    report = _told(log)[0]
+    assert report.code == "rank-exited"
+    assert "rank" not in report.why
+    assert report.said[0].lines == ("starting", "no checkpoint in /ckpt")
+
+
+def test_what_argparse_said_under_a_launcher_is_the_same_end() -> None:
+    words = "usage: a.py [-h] [--lr LR]\na.py: error: argument --lr: invalid float value: 'x'\n"
+    report = _told(ONE_UNDER_ACCELERATE.format(words=words, code=2))[0]
+    assert report.headline.endswith("argument --lr: invalid float value: 'x'")
+    assert "other ranks" not in report.why
+
+
 def test_what_argparse_said_in_all_ranks_of_torchrun() -> None:
     words = "usage: a.py [-h] --lr LR\na.py: error: the following arguments are required: --lr\n"
     report = _told(2 * words + LEFT_UNDER_TORCHRUN.format(lost="", code=2))[0]

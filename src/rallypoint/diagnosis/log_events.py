@@ -141,6 +141,11 @@ class Findings(msgspec.Struct, frozen=True):
         return not self.lines
 
     def has_failed(self, end: End) -> bool:
-        """Tell whether a process ended badly, and not because the launcher stopped it."""
-        stopped = end.signal == SIGTERM or (end.signal == SIGKILL and end.pid in self.stopped)
-        return bool(end.code or end.signal) and not stopped
+        """Tell whether a process ended badly, and not because the launcher stopped it. One that the
+        launcher names as the first, and not among those that it stopped, got SIGTERM from outside.
+        """
+        stopped = end.pid in self.stopped
+        if end.signal == SIGTERM and not stopped:
+            by_name = end.first and (end.pid or end.by == "mp.spawn")
+            stopped = not (self.stopped and by_name)
+        return bool(end.code or end.signal) and not (stopped and end.signal in (SIGKILL, SIGTERM))

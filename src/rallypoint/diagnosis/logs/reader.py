@@ -382,8 +382,14 @@ class Reader:
         if not self._last_words:
             lines = [line.text[:WORDS] for line in self._sifter.before()]
             lines = [line for line in lines if line.strip() and not _LAUNCHERS.search(line)]
-            named = all(self._prefixes.split(line)[0].known for line in lines)
-            self._last_words = tuple(self._nameless if named else lines[-LAST_WORDS:])
+            if HEADER in lines:  # of the launcher's own exception
+                lines = lines[: lines.index(HEADER)]
+            own = [
+                line
+                for line in lines
+                if not line.startswith("  ") and not self._prefixes.split(line)[0].known
+            ]
+            self._last_words = tuple(lines[-LAST_WORDS:] if own else self._nameless)
 
     # --- members of a group
 

@@ -363,12 +363,16 @@ class _Log:
     def _exited(self) -> Iterable[RankEvidence]:
         """Make evidence of the first that exited with a code that nothing explains."""
         exits = self._unexplained()
+        # What argparse says is the end of a process of which a launcher tells again.
+        exits = [s for s in exits if s.end.by != schedulers.ARGPARSE] or exits[:1]
         if exits:
             first = next((s for s in exits if s.end.first), exits[0])
             doubt = ""
             if len(exits) > 1:
                 doubt = "other ranks exited, too, and nothing shows which one began"
-            elif first.end.code == 1:  # Python's own, for whatever was raised
+            elif (
+                first.end.code == 1 and first.end.by != "the launcher"
+            ):  # Python's own, for whatever was raised
                 doubt = "no line under its name says why: it may have lost another rank"
             yield self._of_end(first, doubt)
 
