@@ -488,6 +488,46 @@ def test_what_misled(log: str, code: str, confidence: str, words: str) -> None:
     assert not others or code == "interrupted"
 
 
+NO_LOCK = (
+    "n1:1:2 [0] misc/ibvwrap.cc:262 NCCL WARN Call to {} failed with error Cannot allocate memory\n"
+)
+IN_ALL_REDUCE = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/a/train.py", line 12, in <module>
+[rank0]:     dist.all_reduce(x)
+[rank0]: torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/x.cpp:3384, unhandled system error
+[rank0]: ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+[rank0]: Last error:
+[rank0]: Call to ibv_create_cq failed with error Cannot allocate memory
+"""
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        *map(NO_LOCK.format, ("ibv_create_cq", "ibv_create_qp", "ibv_reg_mr_iova2")),
+        NO_LOCK.format("ibv_create_cq") + IN_ALL_REDUCE,
+        IN_ALL_REDUCE,
+        NO_LOCK.format("ibv_reg_mr") + "n1:1:2 [0] NCCL INFO net.cc:9 -> 2\n" * 40,
+    ],
+)
+def test_memory_that_infiniband_cannot_lock_is_not_the_programs(log: str) -> None:
+    """The limit of locked memory was told as the program's lack of memory."""
+    report = _told(log)[0]
+    assert report.code == "nccl-failed", render.text((report,))
+    assert "docker run --ulimit memlock=-1 ..." in [help.command for help in report.help]
+
+
+@pytest.mark.parametrize(
+    "warning", [NO_LOCK.format("ibv_reg_mr"), "n1:1:2 [0] NCCL WARN Call to connect failed\n"]
+)
+def test_a_warning_of_nccl_after_which_the_job_went_on_is_no_cause(warning: str) -> None:
+    """NCCL falls back to sockets where InfiniBand does not work."""
+    assert _told(warning + STEPS)[0].code == "cause-unknown"
+    # where something failed later, it may be why
+    assert _told(warning + STEPS + FAILED.format(1, 7))[0].code != "cause-unknown"
+
+
 def test_ranks_that_torch_counts_are_missing_only_when_fewer_came() -> None:
     """More than there should be are not missing: others, or those of an earlier attempt, were
     counted as well.

@@ -364,6 +364,7 @@ NCCL = (
 NCCL_SHM = NCCL.format(
     "Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)"
 )
+NCCL_UNLOCKED = NCCL.format("Call to ibv_create_cq failed with error Cannot allocate memory")
 NCCL_REFUSED = NCCL.format(
     "socketStartConnect: Connect to 10.38.10.112<21724> failed : Connection refused"
 )
@@ -848,6 +849,14 @@ HISTORIES = [
         "nccl-failed",
         (0, 1),
         "NCCL failed in ranks 0-1: Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)",
+        "likely",
+    ),
+    History(
+        "nccl-cannot-lock-memory",
+        job(rank(0, 1, raised=of_nccl(NCCL_UNLOCKED)), stopped(1)),
+        "nccl-failed",
+        (0,),
+        "NCCL failed in rank 0: Call to ibv_create_cq failed with error Cannot allocate memory",
         "likely",
     ),
     History(

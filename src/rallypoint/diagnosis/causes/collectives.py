@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rallypoint.diagnosis import classify, stacks
+from rallypoint.diagnosis.causes import resources
 from rallypoint.diagnosis.causes.case import (
     NOT_KNOWN,
     Case,
@@ -18,6 +19,7 @@ from rallypoint.diagnosis.causes.case import (
 )
 from rallypoint.diagnosis.causes.report_form import account, timeline
 from rallypoint.diagnosis.causes.wording import HEADLINE_MESSAGE, cut, listed, named
+from rallypoint.diagnosis.error_patterns import python
 from rallypoint.diagnosis.evidence import Frame, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Collective, Sighting
 from rallypoint.diagnosis.report import Help, Report, Said
@@ -329,9 +331,7 @@ _NCCL_CONNECT = re.compile(r"[Cc]onnect(?:ion)? (?:to|with|from) \S+ failed")
 
 
 def nccl_failed(case: Case, error: Raised) -> Report:
-    """Tell that NCCL returned an error, and no rank shows another cause: its own last words are all
-    there is.
-    """
+    """Tell that NCCL returned an error, and no rank shows another cause than its last words."""
     warning = error.type == classify.NCCL_WARNING
     words = error.message if warning else classify.nccl_words(error.message)
     why = "no rank shows another cause before it"
@@ -342,6 +342,9 @@ def nccl_failed(case: Case, error: Raised) -> Report:
     if _NCCL_CONNECT.search(words):
         name = "name the network interface that the machines reach each other by"
         helps = [Help(name, "export NCCL_SOCKET_IFNAME=eth0"), more]
+    elif python.NOT_LOCKED.search(words):
+        why = "InfiniBand's buffers are locked in memory, and a limit (ulimit -l) says how much may be: it is mostly too low"
+        helps = [*resources.LOCK_MORE]
     elif "/dev/shm" in words:
         helps = [
             Help("see how large shared memory is, and what fills it", "df -h /dev/shm"),

@@ -196,6 +196,11 @@ def memory_refused(case: Case, error: Raised) -> Report:
     )
 
 
+LOCK_MORE = (
+    Help("lift the limit where the ranks are started; see what it is there", "ulimit -l"),
+    Help("for a container", "docker run --ulimit memlock=-1 ..."),
+    Help("for what a service of systemd starts, such as slurmd", "LimitMEMLOCK=infinity"),
+)
 MAP_MORE = Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited")
 
 

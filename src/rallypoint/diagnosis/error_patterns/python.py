@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+_NOT_LOCKED = r"\bibv_\w{1,40}[^\n]{0,200}Cannot allocate memory"
+NOT_LOCKED = re.compile(_NOT_LOCKED)
+"""Words of a call of InfiniBand's that could not lock memory, of which a process may have little."""
+
 CAUSES = {
     "files-exhausted": re.compile(
         r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata"
@@ -18,7 +22,8 @@ CAUSES = {
         re.IGNORECASE | re.DOTALL,
     ),
     "host-memory": re.compile(
-        r"Cannot allocate memory|\[Errno 12\]|std::bad_alloc|^MemoryError$"
+        rf"^(?s:(?!.*{_NOT_LOCKED}).*?)Cannot allocate memory"
+        r"|\[Errno 12\]|std::bad_alloc|^MemoryError$"
         r"|^Unable to allocate [\d.]+ \wi?B for an array"  # NumPy
         r"|\[WinError 1455\]|The paging file is too small",
         re.IGNORECASE,

@@ -57,6 +57,9 @@ WENT_ON = 12
 handlers and notes write a few.
 """
 
+NCCLS = "NCCL INFO"
+"""Words in a line of NCCL's own, which does not show that the program went on."""
+
 # lines between two errors of one process until the first counts as handled: what a logger wrote, it
 # may raise, too
 PERHAPS = 3
@@ -194,7 +197,9 @@ class Reader:
         elif (member := schedulers.member(text)) is not None:
             self._count_member(number, *member)
         elif (words := schedulers.nccl_warning(text)) and not classify.recognised(words):
-            self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
+            seen = self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
+            if seen is not None:
+                self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
         elif block := self._message(number, words or text):
             mine = self._open.get(speaker.name)  # inside a traceback it is no message of its own
             says_more = mine is not None and isinstance(mine[1], Traceback) and mine[1].says_little
@@ -225,7 +230,8 @@ class Reader:
             return
         if not speaker.known and text.strip():
             self._nameless.append(text[:WORDS])
-        self._count_line(speaker.name)
+        if NCCLS not in text:
+            self._count_line(speaker.name)
         self._sifter.call_dull()
         if speaks and (seen := self._note(Sign.SPOKEN, number, speaker, text)) is not None:
             self._spoke += 1
@@ -426,7 +432,7 @@ class Reader:
         """Count lines that were not read."""
         passed = self._sifter.passed
         for name, (mark, _, _) in list(self._watched.items()) if passed else ():
-            self._add(name, sum(mark in body for body in passed))
+            self._add(name, sum(mark in body and NCCLS.encode() not in body for body in passed))
 
     def _count_line(self, name: str, count: int = 1) -> None:
         for one in (name, _SPOKEN + name, _SHELL):

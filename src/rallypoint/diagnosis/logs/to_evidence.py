@@ -165,8 +165,10 @@ class _Log:
         for sighting in self._errors:
             if sighting not in self._own and not _is_dump(sighting):
                 yield from self._of_one(sighting, went_on=sighting.went_on)
+        well = all(s.went_on or s.sign is Sign.NCCL for s in self._seen)
         for sighting in self._seen:
-            if sighting.sign is Sign.NCCL:
+            fell_back = well and sighting.went_on and not self._findings.failed
+            if sighting.sign is Sign.NCCL and not fell_back:
                 error = Raised(classify.NCCL_WARNING, sighting.text, (), "\n".join(sighting.lines))
                 yield from self._of_one(msgspec.structs.replace(sighting, error=error))
 
