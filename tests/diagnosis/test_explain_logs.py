@@ -1031,6 +1031,50 @@ def test_lines_of_jobs_that_are_well(line: str) -> None:
     assert "speaks of a failure" not in report.headline
 
 
+@pytest.mark.parametrize(
+    ("line", "program"),
+    [
+        ("torchrun: command not found", "torchrun"),
+        ("bash: line 3: torchrun: command not found", "torchrun"),
+        ("/var/spool/slurmd/job12/slurm_script: line 9: torchrun: command not found", "torchrun"),
+        ("sh: 1: /opt/env/bin/accelerate: not found", "/opt/env/bin/accelerate"),
+        ("/entry.sh: exec: line 3: python3.11: not found", "python3.11"),
+        ("zsh: command not found: torchrun", "torchrun"),
+        ("/usr/bin/env: 'python': No such file or directory", "python"),
+        ("nohup: failed to run command 'torchrun': Permission denied", "torchrun"),
+        ("bash: ./train.sh: Permission denied", "./train.sh"),
+        ("job.sh: line 4: ./train.sh: No such file or directory", "./train.sh"),
+        ("-bash: ./a.sh: /bin/bash^M: bad interpreter: No such file or directory", "./a.sh"),
+        ("bash: ./train.sh: cannot execute: required file not found", "./train.sh"),
+        (
+            "python3: error while loading shared libraries: libpython3.11.so.1.0: cannot open "
+            "shared object file: No such file or directory",
+            "python3",
+        ),
+    ],
+)
+def test_a_program_that_a_shell_does_not_start(line: str, program: str) -> None:
+    """One line was the whole log, and said exactly why; no cause was named."""
+    for log in (line, "module load cuda\n" * 60 + line + "\n"):
+        (report,) = _told(log)
+        assert report.code == "start-failed", render.text((report,))
+        assert report.headline.startswith(f"{program} cannot be started: ")
+    assert _told(line + "\n" + STEPS)[0].code == "cause-unknown"  # the script went on
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bash: line 1: nvidia-smi: command not found",
+        "job.sh: line 5: /etc/profile.d/modules.sh: No such file or directory",
+        "bash: line 3: /logs/out.txt: Permission denied",
+        "cat: config.py: No such file or directory",
+    ],
+)
+def test_a_shell_that_goes_on_has_started_nothing_in_vain(line: str) -> None:
+    assert _told(line)[0].code == "cause-unknown"
+
+
 def test_an_exception_that_is_the_whole_log_and_indented() -> None:
     report = _told("    RuntimeError: shape mismatch: [7, 256]\n")[0]
     assert (report.code, report.headline[-8:]) == ("rank-raised", "[7, 256]")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.causes import resources
 from rallypoint.diagnosis.causes.case import Case, located, pids, resident, was, went_home
-from rallypoint.diagnosis.causes.exception_help import SEE_LIMIT_OF_THREADS
+from rallypoint.diagnosis.causes.exception_help import SEE_LIMIT_OF_THREADS, of_no_start
 from rallypoint.diagnosis.causes.report_form import account, of_end, said, words_before
 from rallypoint.diagnosis.causes.wording import (
     EVIDENCE_LINES,
@@ -56,24 +56,16 @@ _ASK_SLURM = Help("under Slurm, ask it", "sacct -j JOBID --format=JobID,State,Ex
 
 
 def _not_found(case: Case) -> Report:
-    """Tell that the interpreter, mpiexec or Slurm did not find the program, by a log."""
+    """Tell that a shell, the interpreter, mpiexec or Slurm did not start the program, by a log."""
     file, words = case.job.program, "".join(case.first.said)
-    reasons = {
-        errno.EACCES: "it is not executable",
-        errno.ENOEXEC: "it is no program for this machine",
-    }
-    slurm = "execve()" in words
-    by_path = (slurm or "execvp" in words) and "/" not in file
-    command = f"dir {file}" if re.match(r"[A-Za-z]:\\", file) else f"ls -l {file}"
-    help = Help("start from the folder that holds it, or type its whole path", command)
-    if by_path:
-        look = "activate the environment that has it before the job, and see whether that node has it, too"
-        help = Help(look, f"{'srun' if slurm else 'mpiexec'} which {file}")
+    reason, help = of_no_start(file, words, case.first.not_executed)
     return account(
         case,
         "start-failed",
-        f"{file} cannot be started: {reasons.get(case.first.not_executed, 'there is no such file')}",
-        why="it was looked for on the PATH of the job" if by_path else "",
+        f"{file} cannot be started: {reason}",
+        why="it was looked for on the PATH of the job"
+        if help.command.endswith(f"which {file}")
+        else "",
         then="",
         help=[help],
         ranks=(),

@@ -1,4 +1,4 @@
-"""Ways out of an exception, for the few where they are known by its words."""
+"""Ways out of an exception, or of a program that did not start, where they are known by words."""
 
 from __future__ import annotations
 
@@ -183,3 +183,30 @@ def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
             ),
         )
     return next((helps for pattern, helps in _HELPS if re.search(pattern, error.message)), ())
+
+
+def of_no_start(file: str, words: str, number: int) -> tuple[str, Help]:
+    """Return why a program did not start, by a log, and what helps. `number`: the errno."""
+    reason = "there is no such file"
+    look, command = "start from the folder that holds it, or type its whole path", f"ls -l {file}"
+    by_path = "/" not in file and re.search(r"execve\(\)|execvp| not found|': No such", words)
+    if by_path:
+        look = "activate the environment that has it before the job, and see whether that node has it, too"
+        by = "srun " if "execve()" in words else "mpiexec " if "execvp" in words else ""
+        command = f"{by}which {file}"
+    elif "bad interpreter" in words or "required file" in words:
+        reason = "the interpreter that its first line names is not there, or may not be executed"
+        look, command = "see whether that line ends in ^M", f"head -n 1 {file} | cat -A"
+    elif re.match(r"[A-Za-z]:\\", file):
+        command = f"dir {file}"
+    if number == errno.ELIBACC:
+        reason = (
+            f"it needs {words.rpartition('libraries: ')[2].partition(':')[0]}, which is not found"
+        )
+        look = "load the module, or activate the environment, that has it; see what is missing then"
+        command = f"ldd $(which {file})"
+    elif number == errno.ENOEXEC:
+        reason = "it is no program for this machine"
+    elif number == errno.EACCES:
+        reason, look, command = "it is not executable", "make it executable", f"chmod +x {file}"
+    return reason, Help(look, command)

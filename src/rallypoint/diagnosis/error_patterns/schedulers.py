@@ -134,6 +134,44 @@ _STARTED = (
 )
 
 
+# What a job is started with. After any other command that a shell does not find, a script goes on.
+_LAUNCHER = (
+    r"(?:[^\s:']{0,300}/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|mpirun|mpiexec"
+    r"|srun|rallypoint)"
+)
+_SCRIPT = rf"(?:{_LAUNCHER}|[^\s:']{{1,300}}\.(?:sh|bash|py))"
+# "bash: ", "job.sh: line 3: ", "sh: 1: "; nothing before a pasted line
+_SHELLS = (
+    r"^(?:-?(?:\S{0,300}/)?[bdk]?a?sh: |\S{1,300}: (?=(?:exec: )?(?:line )?\d+: ))?"
+    r"(?:exec: )?(?:(?:line )?\d+: )?"
+)
+_WHY = r"(?P<why>No such file or directory|[Pp]ermission denied)"
+_NOT_RUN = (
+    (" not found", rf"{_SHELLS}(?P<program>{_LAUNCHER}): (?:command )?not found$"),
+    ("zsh:", rf"^zsh:(?:\d+:)? (?:command not found|{_WHY}): (?P<program>{_SCRIPT})$"),
+    ("Permission denied", rf"{_SHELLS}(?P<program>{_SCRIPT}): {_WHY}$"),
+    # other files may be read by the script (`source`), which then goes on
+    (" such file", rf"{_SHELLS}(?P<program>{_LAUNCHER}|\./[^\s:']{{1,300}}): {_WHY}$"),
+    (" required file", rf"{_SHELLS}(?P<program>[^\s:]{{1,300}}): cannot execute: required file "),
+    (
+        " bad interpreter",
+        rf"{_SHELLS}(?P<program>[^\s:]{{1,300}}): [^:]{{1,300}}: bad interpreter: {_WHY}",
+    ),
+    (
+        " shared libraries: ",
+        r"^(?:\S{1,300}: )?(?P<program>[^\s:]{1,300}): error while loading shared libraries: ",
+    ),
+    (
+        "': ",
+        r"^(?:\S{0,100}/)?(?:env|nohup|timeout|nice|setsid|stdbuf): (?:failed to run command )?"
+        rf"'(?P<program>[^\s']{{1,300}})': {_WHY}$",
+    ),
+)
+"""Words of a shell, of a tool that runs another, and of the loader, about a program that they do
+not start.
+"""
+
+
 def _called(command: str) -> _Line:
     """Return the line of Python's exception for a command that failed."""
     return _line(
@@ -455,6 +493,7 @@ _LINES = (
         r"^slurmstepd: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
         Sign.NOT_STARTED,
     ),
+    *(_line(word, words, Sign.NOT_STARTED) for word, words in _NOT_RUN),
     # A script's shell names the process; one that a person types in pads the name to 24 columns
     # before the command, or has it alone.
     _line(
@@ -603,6 +642,12 @@ _MISSING = re.compile(
 
 def not_started(text: str) -> tuple[str, int]:
     """Read the program that could not be started, and the errno."""
+    found = next((one for _, words in _NOT_RUN if (one := re.search(words, text))), None)
+    if found is not None:
+        why = found.groupdict().get("why") or ""
+        if "shared libraries" in text:
+            return found["program"], errno.ELIBACC
+        return found["program"], errno.EACCES if "ermission" in why else errno.ENOENT
     found = _MISSING.search(text)
     if found is None:
         return "the program", errno.ENOENT

@@ -39,9 +39,9 @@ _WORTH = re.compile(
     rb"r(?:r(?:or|no)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
     rb"|i(?:lled|gnal|med out|ed(?<=\bdied)|cted(?<=Evicted)|nvalid (?:pointer|size|next))"
     rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly)|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
-    rb"|s(?:sert|mashing|ed too many h)|n(?:terrupt|ew process before|itializing d|consistent [0-9])|T(?:raceback)|S(?:IG)"
+    rb"|s(?:sert|mashing|ed too many h)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9])|T(?:raceback)|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
-    rb"|o(?:om|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
+    rb"|o(?:om|t found| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
     rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR_)|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
     rb"|\xc9(?:rror)|\x00"
 )

@@ -345,7 +345,7 @@ class Reader:
         )
         # These may speak of a process that is none of the job's, or is started again.
         of_others = end.by in ("the shell", "SGLang", schedulers.SERVICE)
-        if seen is not None and of_others and not end.pid:
+        if seen is not None and (of_others or sign is Sign.NOT_STARTED) and not end.pid:
             self._watch(_SHELL, "", seen)
 
     def _told_folder(self, folder: str) -> None:

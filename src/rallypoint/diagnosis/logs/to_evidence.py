@@ -390,7 +390,7 @@ class _Log:
 
     def not_started(self) -> Iterable[RankEvidence]:
         """Make evidence of the program that could not be started."""
-        found = [s for s in self._seen if s.sign is Sign.NOT_STARTED]
+        found = [s for s in self._seen if s.sign is Sign.NOT_STARTED and not s.went_on]
         if found and not self._sure:
             self.program, number = schedulers.not_started(found[0].text)
             yield self._rank(found[0], -1, not_executed=number, said=(found[0].text,))
