@@ -1075,6 +1075,26 @@ def test_a_shell_that_goes_on_has_started_nothing_in_vain(line: str) -> None:
     assert _told(line)[0].code == "cause-unknown"
 
 
+NODE_FAILED = "srun: error: Node failure on {}\n"
+CANCELLED = "slurmstepd: error: *** STEP 123.0 ON node1 CANCELLED AT 2026-11-27T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "node", "command"),
+    [
+        (NODE_FAILED.format("node7") + CANCELLED, "node7", "sbatch --exclude=node7"),
+        (CANCELLED + NODE_FAILED.format("node7"), "node7", "sbatch --exclude=node7"),
+        (NODE_FAILED.format("gpu[3-4]"), "gpu[3-4]", "sbatch --exclude='gpu[3-4]'"),
+    ],
+)
+def test_the_node_that_slurm_lost_is_named(log: str, node: str, command: str) -> None:
+    """The node stood in the log and not in the report; the step's end names that of its first task."""
+    (report,) = _told(log)
+    assert report.code == "interrupted"
+    assert node in report.headline
+    assert [help.command for help in report.help] == [command]
+
+
 def test_an_exception_that_is_the_whole_log_and_indented() -> None:
     report = _told("    RuntimeError: shape mismatch: [7, 256]\n")[0]
     assert (report.code, report.headline[-8:]) == ("rank-raised", "[7, 256]")

@@ -513,4 +513,12 @@ def _stops(log: Findings) -> list[Sighting]:
     ]
     stops = [s for s in stops if not schedulers.cancelled_for_no_reason(s.text)] or stops
     stops = [s for s in stops if not answers(s, failures)]
-    return sorted(stops, key=lambda stop: (stop.place.line, stop.end == NOT_ENDED))
+    # that names a node says more than the step's end, which has the node of its first task
+    return sorted(
+        stops,
+        key=lambda s: (
+            s.end.by == "NODE FAILURE" and not s.end.host,
+            s.place.line,
+            s.end == NOT_ENDED,
+        ),
+    )

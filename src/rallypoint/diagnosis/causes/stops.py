@@ -195,6 +195,9 @@ def interrupted_in_log(stop: Sighting) -> Report:
         what = f"{by} stopped the job"
     elif by:
         what = f"Slurm stopped the job: {by.lower()}"
+        if host := stop.end.host:
+            what = f"{what} on {host}"
+            helps = [Help("start it without that node", f"sbatch --exclude={shlex.quote(host)}")]
     elif "CANCELLED AT" in stop.text:
         what = "Slurm stopped the job; for whom is not in the log"
         look = "sacct -j JOBID --format JobID,State,ExitCode,Reason"

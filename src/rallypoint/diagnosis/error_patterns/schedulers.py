@@ -415,7 +415,12 @@ _LINES = (
         )
         for word in (" preempted.", "shutdown signal")
     ),
-    _line("Node failure", r"^srun: error: Node failure on \S+", Sign.INTERRUPTED, "NODE FAILURE"),
+    _line(
+        "Node failure",
+        r"^srun: error: Node failure on (?P<host>\S+)",
+        Sign.INTERRUPTED,
+        "NODE FAILURE",
+    ),
     _line(
         "CANCELLED AT",
         r"^slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ \*\*\*$",
