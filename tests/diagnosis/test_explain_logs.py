@@ -141,6 +141,24 @@ def test_an_error_that_was_handled_is_no_cause() -> None:
     assert alone.confidence == "possible"
 
 
+OPTIONAL = """\
+Traceback (most recent call last):
+  File "/home/a/train.py", line 3, in <module>
+    import flash_attn
+ModuleNotFoundError: No module named 'flash_attn'
+flash_attn not available, falling back to sdpa
+"""
+
+
+def test_an_optional_module_that_is_not_there_is_no_cause() -> None:
+    """A job that went well was said to have raised it."""
+    steps = "".join(f"step {i} loss 0.{i}\n" for i in range(300))
+    assert _told(OPTIONAL + steps + "Training complete. Exiting.\n")[0].code == "cause-unknown"
+    # what a script writes at the end of a job does not show that the program went on
+    assert _told(OPTIONAL + steps[:400])[0].code == "rank-raised"
+    assert _told(OPTIONAL + steps + FAILED.format(1, 7))[0].code == "rank-raised"
+
+
 def test_a_consequence_before_its_cause_stays_one() -> None:
     lost = (
         '[rank0]: Traceback (most recent call last):\n[rank0]:   File "t.py", line 5, in main\n'

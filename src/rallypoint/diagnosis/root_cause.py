@@ -58,6 +58,8 @@ from rallypoint.world import ranks_phrase
 MOST_REPORTS = 3
 # lines after the word that SIGTERM ended a process: a script that goes on ended a helper of its own
 MOST_AFTER = 3
+# lines after an import that failed: more than scripts and libraries write at the end of a job
+LONG_AFTER = 150
 # Seconds between a rank's last words and its exit from which on they are no account of that exit: a
 # program that prints a traceback to leave with needs milliseconds.
 LINGERED = 0.5
@@ -490,6 +492,8 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     if found := of_kind(Kind.ABORTED):
         return _reports(job, verdicts, found)
     found = of_kind(Kind.HANDLED)
+    if not (log.failed or scene.hurt):
+        found = [v for v in found if not _was_optional(v, log)]
     found = [v for v in found if v.error is not None] or ([] if scene.hurt else found)
     if found:
         return _reports(job, verdicts, found)
@@ -498,6 +502,13 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     if ended and nothing_else and log.lines - ended[-1].place.line < MOST_AFTER:
         return (stops.ended_by_a_stop(ended[-1]),)
     return (absent_in_log(scene, log),)
+
+
+def _was_optional(verdict: Verdict, log: Findings) -> bool:
+    """Tell whether a program did without a module that it could not import, and worked for long."""
+    kind = verdict.error.type if verdict.error is not None else ""
+    after = log.lines - verdict.rank.order
+    return kind in ("ImportError", "ModuleNotFoundError") and after > LONG_AFTER
 
 
 def _stops(log: Findings) -> list[Sighting]:
