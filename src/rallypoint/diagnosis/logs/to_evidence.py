@@ -372,9 +372,8 @@ class _Log:
             doubt = ""
             if len(exits) > 1:
                 doubt = "other ranks exited, too, and nothing shows which one began"
-            elif (
-                first.end.code == 1 and first.end.by != "the launcher"
-            ):  # Python's own, for whatever was raised
+            elif first.end.code == 1 and first.end.by != "the launcher":
+                # Python's own code, for whatever was raised; that launcher has one process alone.
                 doubt = "no line under its name says why: it may have lost another rank"
             yield self._of_end(first, doubt)
 
