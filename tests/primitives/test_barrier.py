@@ -114,6 +114,20 @@ def test_a_barrier_of_one_does_not_wait(network: Network) -> None:
     assert network.connect().barrier("b", 1, timeout=0) > 0
 
 
+def test_one_that_waits_for_a_lock_of_those_who_came_is_named(network: Network) -> None:
+    """A barrier inside of a lock: more time, which is the advice for others, does not help."""
+    stores = [network.connect(rank=rank) for rank in range(2)]
+    lock = stores[0].lock("L")
+    lock.acquire()
+    call = Call(stores[1].lock("L").acquire)
+    waiting(stores[0], 1)
+    with pytest.raises(BarrierTimeout) as caught:
+        stores[0].barrier("epoch", 2, timeout=0.2)
+    assert 'waits for the lock "L"' in caught.value.absent[0]
+    lock.release()
+    call.result()
+
+
 def test_a_timeout_names_who_came_and_who_did_not(network: Network) -> None:
     stores = [network.connect(rank=rank) for rank in range(4)]
     call = Call(stores[1].barrier, "epoch", 4, LONG)

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from rallypoint.store.state.quotas import quoted
 from rallypoint.store.state.replies import Session
-from rallypoint.wire.messages import Identity, Member
+from rallypoint.wire.messages import Identity, Lock, Member
 from rallypoint.world import ranks_phrase
 
 NAMED = 4
@@ -93,6 +94,9 @@ def _member(
         return Member(Identity(seen.host, seen.pid, rank) if seen.pid else None, rank, phase)
     identity = session.identity
     if not session.ended:
+        locks = [one.request.name for one in session.waiting.values() if type(one.request) is Lock]
+        if locks:  # held by one that came already, perhaps: then neither can go on
+            phase = ", ".join(filter(None, (phase, f"waits for the lock {quoted(locks[0])}")))
         return Member(identity, identity.rank, phase, max(0.0, now - session.heard))
     ended = f"{now - session.ended_at:.1f} s ago: {session.because}"
     return Member(identity, identity.rank, phase, None, ended)
