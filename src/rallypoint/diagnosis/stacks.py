@@ -34,7 +34,7 @@ _TYPED = "<string>"
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
 # A file of Cython's by its path where the library was built, and a function, named with its module.
 _BUILT = re.compile(
-    r"(?![/\\<]|[A-Za-z]:)(?:[^:]+\.(?:pyx|px[id]):|(?=(?:.*/)?(?P<of>\w+)/[^:]*\.py:(?P=of)\.)[^:]+:)(?P<module>\w*)"
+    r"(?![/\\<]|[A-Za-z]:)(?:[^:]+\.(?:pyx|px[id]):|(?=(?:src/|lib/)?(?P<of>\w+)/[^:]*\.py:(?P=of)\.)[^:]+:)(?P<module>\w*)"
 )
 _STDLIB = re.compile(r"(?:.*/lib(?:64)?/python3\.\d+t?|[A-Za-z]:/.*/[Ll]ib)/(?P<path>.+)$")
 # Names inside torch that say nothing: decorators around the call that the program made.

@@ -186,8 +186,10 @@ def timeline(case: Case) -> tuple[Moment, ...]:
         if not (other and rank.sent):
             well = ended.code == ended.signal == 0
             # Its sockets were closed while the interpreter closed down: peers that noticed did so
-            # after it had left its program.
-            left = well and rank.phase == "finishing" and rank.phase_at
+            # after it had left its program, or after `launch` had closed its group.
+            by_launch = 0.0 if rank.closed_line else rank.closed_at
+            over = rank.phase in ("finishing", "done")
+            left = well and over and (by_launch or rank.phase_at)
             found.append((left or ended.at, other, name, how_ended(case.job, rank)))
     found.sort(key=lambda one: one[:3])
     own = [i for i, one in enumerate(found) if one[2] == f"rank {case.first.rank}"]
