@@ -524,12 +524,14 @@ IN_ALL_REDUCE = """\
     "log",
     [
         *map(NO_LOCK.format, ("ibv_create_cq", "ibv_create_qp", "ibv_reg_mr_iova2")),
+        "n1:1:2 [5] register_mr_buffers:465 NCCL WARN NET/OFI Unable to register memory (type = 1) for device 0. "
+        "RC: 12, Error: Cannot allocate memory\n",
         NO_LOCK.format("ibv_create_cq") + IN_ALL_REDUCE,
         IN_ALL_REDUCE,
         NO_LOCK.format("ibv_reg_mr") + "n1:1:2 [0] NCCL INFO net.cc:9 -> 2\n" * 40,
     ],
 )
-def test_memory_that_infiniband_cannot_lock_is_not_the_programs(log: str) -> None:
+def test_memory_that_a_network_card_cannot_lock_is_not_the_programs(log: str) -> None:
     """The limit of locked memory was told as the program's lack of memory."""
     report = _told(log)[0]
     assert report.code == "nccl-failed", render.text((report,))

@@ -343,7 +343,7 @@ def nccl_failed(case: Case, error: Raised) -> Report:
         name = "name the network interface that the machines reach each other by"
         helps = [Help(name, "export NCCL_SOCKET_IFNAME=eth0"), more]
     elif python.NOT_LOCKED.search(words):
-        why = "InfiniBand's buffers are locked in memory, and a limit (ulimit -l) says how much may be: it is mostly too low"
+        why = "the network card's buffers are locked in memory, and a limit (ulimit -l) says how much may be: it is mostly too low"
         helps = [*resources.LOCK_MORE]
     elif "/dev/shm" in words:
         helps = [

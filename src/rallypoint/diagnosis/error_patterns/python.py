@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-_NOT_LOCKED = r"\bibv_\w{1,40}[^\n]{0,200}Cannot allocate memory"
+_NOT_LOCKED = (
+    # InfiniBand; EFA through libfabric
+    r"\b(?:ibv_\w{1,40}|[Uu]nable to register memory)\b[^\n]{0,200}Cannot allocate memory"
+)
 NOT_LOCKED = re.compile(_NOT_LOCKED)
-"""Words of a call of InfiniBand's that could not lock memory, of which a process may have little."""
+"""Words of a network card's library that could not lock memory, of which a process may have little."""
 
 CAUSES = {
     "files-exhausted": re.compile(
