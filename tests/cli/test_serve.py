@@ -82,6 +82,20 @@ def test_signals(number: signal.Signals, status: int) -> None:
         assert not os.path.exists(os.path.dirname(variables["RALLYPOINT_SECRET_FILE"]))
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_clients_get_an_address_that_is_not_every_one(host: str) -> None:
+    """On another machine, 0.0.0.0 is that machine."""
+    with served("--host", host) as process:
+        said, variables = announced(process)
+        assert host in said
+        address = variables["RALLYPOINT_STORE"]
+        assert not address.startswith(("tcp://0.0.0.0:", "tcp://[::]:"))
+        with Raw(address, secret_from_file(variables["RALLYPOINT_SECRET_FILE"])) as client:
+            assert client.ask(Add, "n", 1).number == 1
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE)
+
+
 def test_a_secret_and_a_port_file_of_the_users_own(tmp_path: Path) -> None:
     secret, port = tmp_path / "the secret", tmp_path / "port"
     secret.write_text("0123456789abcdef\n")

@@ -68,9 +68,16 @@ def serve(port_file: PortFile | None, secret_file: str | None, limits: dict[str,
 
 def _announce(server: Server, secret_file: str) -> None:
     path = shlex.quote(os.path.abspath(secret_file))
+    clients = server.address
+    for everywhere, version in (("0.0.0.0", 4), ("[::]", 6)):
+        if f"//{everywhere}:" in clients:  # to a client on another machine that is itself
+            from rallypoint.host.addresses import sent_from
+
+            here = sent_from(version) or sent_from(4) or "127.0.0.1"
+            clients = clients.replace(everywhere, f"[{here}]" if ":" in here else here)
     write_out(
         f"the store is at {server.address}, for at most {size(server.limits.store_bytes)}; its clients call rallypoint.connect() after\n"
-        f"export RALLYPOINT_STORE={server.address} RALLYPOINT_SECRET_FILE={path}\n"
+        f"export RALLYPOINT_STORE={clients} RALLYPOINT_SECRET_FILE={path}\n"
     )
 
 
