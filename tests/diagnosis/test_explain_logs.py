@@ -1236,6 +1236,53 @@ def test_what_argparse_said_in_all_ranks_of_torchrun() -> None:
     assert words.splitlines()[1] in report.said[0].lines
 
 
+def _group(*members: str, prefix: str = "") -> str:
+    """The traceback of an exception group, as Python 3.11 and later show it."""
+    lines = [
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "/app/train.py", line 9, in main',
+        "  |     async with asyncio.TaskGroup() as tg:",
+        f"  | ExceptionGroup: unhandled errors ({len(members)} sub-exception{'s' * (len(members) > 1)})",
+    ]
+    for number, member in enumerate(members, 1):
+        lines += [
+            f"{'  +-' if number == 1 else '    '}+---------------- {number} ----------------",
+            "    | Traceback (most recent call last):",
+            f'    |   File "/app/train.py", line {number}, in task',
+            f"    |     step({number})",
+            f"    | {member}",
+        ]
+    return "".join(f"{prefix}{line}\n" for line in (*lines, "    +" + 36 * "-"))
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+@pytest.mark.parametrize("after", ["", "epoch 7\n"])
+def test_of_an_exception_group_all_members_are_shown(prefix: str, after: str) -> None:
+    """One member was told as the exception, and the others were in no part of the report."""
+    report = _told(_group("ValueError: bad batch", "KeyError: 'lr'", prefix=prefix) + after)[0]
+    assert report.headline.endswith(
+        "raised ExceptionGroup: unhandled errors (2 sub-exceptions): ValueError: bad batch; KeyError: 'lr'"
+    )
+
+
+def test_an_exception_group_of_one_is_its_member() -> None:
+    report = _told(_group("ValueError: bad batch"))[0]
+    assert (report.headline, report.where) == (
+        "the program raised ValueError: bad batch",
+        "train.py:1 in task",
+    )
+
+
+def test_what_follows_an_exception_group_is_read() -> None:
+    log = _group("ValueError: bad batch", "KeyError: 'lr'", prefix="[rank0]: ")
+    other = TRACEBACK.format("RuntimeError: mat1 and mat2").splitlines()
+    reports = _told(log + "".join(f"[rank1]: {line}\n" for line in other))
+    assert ["ExceptionGroup" in one.headline or "mat1" in one.headline for one in reports] == [
+        True,
+        True,
+    ]
+
+
 def test_a_level_below_frames_is_no_exception() -> None:
     """Below the frames of a traceback that was cut, vLLM's next line began with its level alone."""
     log = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    run()\nERROR\n'

@@ -393,6 +393,61 @@ class Message(Block):
         return Raised(self._kind, message, (), traceback, filename=self._filename)
 
 
+class GroupTraceback(Traceback):
+    """A traceback of an exception group: behind bars, with those of its members below. Of a group of
+    one it is the member, which says more.
+    """
+
+    HEADER = f"+ Exception Group {HEADER}"
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, HEADER)
+        self._only: Traceback | None = None  # the member of a group of one
+        self._depth = 0  # of groups inside each other, with members that are read
+        self._members: list[str] = []
+        self._named = ""  # the last line of the member that is read
+
+    def take(self, number: int, text: str) -> bool:
+        """Tell whether the line belongs to it. Bars before frames and names of exceptions may be
+        gone: other tools put the like before them.
+        """
+        bare = text.strip()
+        body = bare[2:] if bare.startswith("|") else text
+        ours = bare.startswith(("|", "+-")) or text.startswith("  File ")
+        if not ours and not (self._depth and (body == HEADER or _TYPED.match(body))):
+            self.done = True
+            return False
+        if not self._depth and not bare.startswith("+-"):
+            return super().take(number, body)
+        self._keep(text)
+        self.last = number
+        if bare.startswith("+-"):
+            self._members += [self._named] if self._named else []
+            self._named = ""
+        elif _TYPED.match(body):
+            self._named = body
+        if bare.startswith("+-+"):
+            if not self._depth and any("(1 sub-exception)" in line for line in self._lines):
+                self._only = Traceback(number, HEADER)
+            self._depth += 1
+        elif bare.startswith("+-"):
+            self._depth -= not bare.strip("+-")
+            self.done = self._depth <= 0
+        elif self._only is not None and body != HEADER:
+            self._only.take(number, body)
+        return True
+
+    def error(self) -> Raised | None:
+        """Return the exception: of several members, the group, with their words in its message."""
+        only = self._only.error() if self._only is not None else None
+        error = super().error()
+        if only is not None or error is None or not self._members:
+            return only or error
+        return msgspec.structs.replace(
+            error, message=f"{error.message}: {'; '.join(self._members)}"
+        )
+
+
 class Crash(Block):
     """A report of native code: faulthandler's dump of the stacks, or the last words of an exception
     of C++, or of a check that failed.

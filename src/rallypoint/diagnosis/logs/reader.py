@@ -32,6 +32,7 @@ from rallypoint.diagnosis.logs.blocks import (
     NOT_COMPILED,
     WORDS,
     Crash,
+    GroupTraceback,
     Message,
     MpiExit,
     Stall,
@@ -238,6 +239,9 @@ class Reader:
             self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
 
     def _begin_traceback(self, number: int, speaker: Speaker, text: str, at: int) -> None:
+        if text.strip() == GroupTraceback.HEADER:
+            self._begin(speaker, GroupTraceback(number))
+            return
         before = text[:at].strip()
         if before and not before.startswith(("Original", "Remote")):
             speaker, words = prefixes.before_traceback(text[:at], speaker)
