@@ -75,14 +75,7 @@ def account(
             else:
                 evidence = (thread, *evidence)
         elif rank.dead_child is not None:
-            pid, status, number = rank.dead_child
-            how = f"was killed by {signal_name(number)}" if number else f"exited with code {status}"
-            how += " for lack of memory" if pid in case.node.memory.killed_pids else ""
-            child = f"process {pid}, which {who(rank)} had started, {how}"
-            left = f"{who(rank)} has not noticed it"
-            if stacks.waits_in_pool(rank.stack):
-                left = "its Pool starts another one, but not its task again: the call may never end"
-            evidence = (f"{child}; {left}", *evidence)
+            evidence = (_unnoticed(case, *rank.dead_child), *evidence)
         elif case.job.log is None and (line := tracebacks.other_traceback(rank.said, own)):
             told = f"the log of {who(rank)} has another traceback, which may tell more: {cut(line)}"
             evidence = (told, *evidence)
@@ -114,6 +107,17 @@ def account(
         ranks=case.numbers,
     )
     return replace(report, **fields)
+
+
+def _unnoticed(case: Case, pid: int, status: int, number: int) -> str:
+    """Return how a process ended that the first rank had started, and what that rank makes of it."""
+    rank = case.first
+    how = f"was killed by {signal_name(number)}" if number else f"exited with code {status}"
+    how += " for lack of memory" if pid in case.node.memory.killed_pids else ""
+    left = f"{who(rank)} has not noticed it"
+    if stacks.waits_in_pool(rank.stack):
+        left = "its Pool starts another one, but not its task again: the call may never end"
+    return f"process {pid}, which {who(rank)} had started, {how}; {left}"
 
 
 def of_end(case: Case, code: str, headline: str, **fields: Unpack[Fields]) -> Report:
