@@ -173,7 +173,8 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert "rank 1 raised ValueError: boom" in result.report
     assert "family.py:37 in main" in result.report
-    assert "ranks 0 and 2-3 were stopped; they are not at fault" in result.report
+    # Some may have lost rank 1 before they were stopped.
+    assert re.search(r"  then +rank.*they\s+are\s+not\s+at\s+fault", result.report, re.DOTALL)
     ours = [line for line in (result.out + result.err).splitlines() if "is up" not in line]
     assert len(ours) <= 25, result.everything
     log = (result.run_dir / "rank1.log").read_text()
