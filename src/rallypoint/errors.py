@@ -308,8 +308,8 @@ class RankKilled(EnvironmentProblem):
 
 class RankExited(RallypointError):
     """`rank-exited`: a rank of `launch` left with `sys.exit` or `os._exit` instead of returning;
-    `rank-left-early`: it returned, and others still needed it. `rank`; `exit_code`, 0 for one that
-    returned."""
+    `rank-left-early`: it returned, and others still needed it. `rank`; `exit_code`, 0 as well for
+    one that returned."""
 
     def __init__(self, code: str, headline: str, *, rank: int, exit_code: int, **more: Any) -> None:
         super().__init__(code, headline, **more)

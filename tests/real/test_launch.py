@@ -205,6 +205,21 @@ def test_leaving_with_success_returns_none() -> None:
     assert rallypoint.launch(lambda: sys.exit(0), nproc=2) == [None, None]
 
 
+def test_leaving_without_a_word_is_no_result() -> None:
+    """os._exit(0) gave None, as if the function had returned it."""
+
+    def leaves(rank: int) -> int:
+        if rank == 1:
+            os._exit(0)
+        return rank
+
+    with pytest.raises(WorkerError, match="rank 1 exited with code 0") as caught:
+        rallypoint.launch(leaves, nproc=2, pass_rank=True)
+    (member,) = caught.value.exceptions
+    assert isinstance(member, RankExited)
+    assert (caught.value.ranks, member.exit_code, caught.value.results) == ((1,), 0, {0: 0})
+
+
 def test_a_hang_is_bounded_and_says_where_it_was() -> None:
     def hangs(rank: int) -> str:
         if rank == 0:

@@ -45,12 +45,11 @@ def then_told(
             elif rank.left_at in lines:
                 became = _LEAVING
         elif kind in (Kind.FINISHED, Kind.SWALLOWED):
-            became += cases.went_home(job)
+            became += cases.went_home(job, rank)
         elif kind in _PERHAPS_FOR_IT and not 0 < moment(verdict) < first:
             became += _FOR_IT
         if became:
             others.setdefault(became, []).append(rank.rank)
-    home = cases.went_home(job)
     innocent = [
         *(_BECAME[kind] for kind in (Kind.LOST, Kind.WAITED, Kind.TOLD)),
         *_OF_STORE,
@@ -62,7 +61,8 @@ def then_told(
     told = [_sentence(job, others[words], words) for words in innocent if words in others]
     told += [acquitted] if count and acquit else []
     later = [words for words in others if _RAISED in words]
-    for words in (*later, "go on", _LEAVING, *rest, home, f"caught an error and {home}"):
+    homes = [caught + home for caught in ("", _BECAME[Kind.SWALLOWED]) for home in cases.HOME]
+    for words in (*later, "go on", _LEAVING, *rest, *homes):
         if words in others:
             told.append(_sentence(job, others[words], words))
     if job.log is not None and job.log.stopped and "were stopped" not in others:

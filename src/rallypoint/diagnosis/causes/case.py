@@ -138,9 +138,13 @@ def python_of(job: JobEvidence) -> str:
     return job.python or "python"
 
 
-def went_home(job: JobEvidence) -> str:
-    """Return what a rank did that ended well."""
-    return "returned" if job.function else "ended with exit code 0"
+HOME = ("returned", "ended with exit code 0")
+
+
+def went_home(job: JobEvidence, rank: RankEvidence) -> str:
+    """Return what a rank did that ended well. A function returned only if the rank said so: it may
+    have left by os._exit."""
+    return HOME[not (job.function and rank.phase in ("finishing", "done"))]
 
 
 def where(case: Case, rank: RankEvidence, error: Raised) -> str:
@@ -243,7 +247,7 @@ def how_ended(job: JobEvidence, rank: RankEvidence) -> str:
     if ended is None:
         return "has not ended"
     well = ended.code == ended.signal == 0
-    return went_home(job) if job.function and well else ending(ended)
+    return went_home(job, rank) if job.function and well else ending(ended)
 
 
 def status_of(rank: RankEvidence) -> int:

@@ -317,7 +317,7 @@ def left_early(case: Case) -> Report:
     went = f"came to the end of {job.program}"
     if first.exit_line:
         went = f"left {job.program} by sys.exit"
-    went = went_home(job) if over else went
+    went = went_home(job, first) if over else went
     where = (first.exit_line or f"at the end of {job.program}") if at_its_end else ""
     if closed:
         went, where = f"closed {'its' if one else 'their'} process group", first.closed_line

@@ -108,7 +108,7 @@ def swallowed(case: Case, error: Raised | None) -> Report:
     if error.on_its_way:
         did, seen = f"caught {named(error)} and left", "it was raised"
     code = rank.ended.code if rank.ended is not None else 0
-    left = f"ended with exit code {code}" if code else went_home(case.job)
+    left = f"ended with exit code {code}" if code else went_home(case.job, rank)
     by = f"{stacks.shown(clause.file, case.root)}:{clause.line}" if clause else "the program"
     evidence = [gpus.lack_and_facts(case.node.devices)[0]]
     # The traceback of an exception that is still on its way has no frame of the program: it begins

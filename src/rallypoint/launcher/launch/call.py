@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import evidence
 from rallypoint.diagnosis.evidence import MemoryCounters
-from rallypoint.diagnosis.report import Report
+from rallypoint.diagnosis.report import Help, Report
 from rallypoint.errors import (
     Advice,
     EnvironmentProblem,
@@ -34,6 +34,7 @@ from rallypoint.launcher import protocol
 from rallypoint.launcher.launch import agent_pool, notebook_cells
 from rallypoint.launcher.launch.marshalling import payload
 from rallypoint.launcher.protocol import Call, Finished, Interrupt, Outcome, Restarted, Verdict
+from rallypoint.world import ranks_phrase
 
 READ_BYTES = 1 << 16
 
@@ -262,6 +263,7 @@ def results_of(end: CallEnd) -> list[Any] | BaseException:
             print(verdict.text, file=sys.stderr, flush=True)
         return KeyboardInterrupt()
     values, errors, unread = _unpacked(outcomes)
+    every = range(verdict.first, verdict.first + verdict.size)
     result: list[Any] | BaseException
     if verdict.overdue:
         report = next(report for report in verdict.reports if report.code == "launch-timeout")
@@ -272,8 +274,10 @@ def results_of(end: CallEnd) -> list[Any] | BaseException:
         result = _failure(verdict, values, errors)
     elif unread:
         return next(iter(unread.values()))
+    elif left := [rank for rank in every if rank not in values]:
+        result = _failure(_left(verdict, left), values, errors)
     else:
-        return [values.get(rank) for rank in range(verdict.first, verdict.first + verdict.size)]
+        return [values[rank] for rank in every]
     for rank, problem in unread.items():
         result.add_note(f"  then   the result of rank {rank} is left out: {problem}")
     return result
@@ -307,24 +311,43 @@ def _unpacked(
     return values, errors, unread
 
 
+def _left(verdict: Verdict, ranks: list[int]) -> Verdict:
+    """Return the verdict on ranks that ended well and have neither returned nor raised."""
+    from rallypoint.diagnosis import render
+
+    its = "its" if len(ranks) == 1 else "their"
+    report = Report(
+        code="rank-exited",
+        headline=f"{ranks_phrase(ranks)} exited with code 0 before {its} function returned",
+        why="os._exit, exec or native code ended the process",
+        help=(
+            Help("return from the function, or leave it by sys.exit(0): the result is None", ""),
+        ),
+        ranks=tuple(ranks),
+    )
+    ends, first = verdict.ends, verdict.first
+    return Verdict(1, False, False, (report,), render.text(report), ends, "", first=first)
+
+
 def _failure(
     verdict: Verdict, values: dict[int, Any], errors: dict[int, BaseException]
 ) -> WorkerError | RallypointError:
     ranks = tuple(dict.fromkeys(rank for report in verdict.reports for rank in report.ranks))
-    members = [(rank, _member(rank, verdict, errors.get(rank))) for rank in ranks]
-    if not members:
+    if not ranks:
         return _not_ranks(verdict)
     return WorkerError(
         verdict.reports[0].headline,
-        [member for _, member in members],
-        ranks=tuple(rank for rank, _ in members),
+        [_member(rank, verdict, values, errors.get(rank)) for rank in ranks],
+        ranks=ranks,
         results=values,
         report=verdict.reports[0],
         text=verdict.text.strip(),
     )
 
 
-def _member(rank: int, verdict: Verdict, error: BaseException | None) -> Exception:
+def _member(
+    rank: int, verdict: Verdict, values: dict[int, Any], error: BaseException | None
+) -> Exception:
     """Return a rank's own exception, or one of ours for a rank that had none."""
     if isinstance(error, Exception):
         return error
@@ -347,7 +370,8 @@ def _member(rank: int, verdict: Verdict, error: BaseException | None) -> Excepti
             signal=number,
             why=why,
         )
-    did = f"left with exit code {code}" if code else "returned" if ended else "did not return"
+    left = f"left with exit code {code}" if ended else "did not return"
+    did = "returned" if rank in values else left
     return RankExited(report.code, f"rank {rank} {did}", rank=rank, exit_code=code, why=why)
 
 
