@@ -1095,6 +1095,51 @@ def test_a_shell_that_goes_on_has_started_nothing_in_vain(line: str) -> None:
     assert _told(line)[0].code == "cause-unknown"
 
 
+REFUSED = (
+    ("srun: error: Unable to create step for job 7: More processors requested than permitted", "srun did not start the job: More"),
+    ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "sbatch did not start the job: Requested"),
+    ("salloc: error: Job submit/allocate failed: Invalid qos specification", "salloc did not start the job: Invalid qos"),
+    ("qsub: Unknown queue MSG=cannot locate queue", "qsub did not start the job: Unknown queue"),
+    ("There are not enough slots available in the system to satisfy the 8\nslots that were requested", "mpirun did not start the job: 8 processes"),
+    ("There are not enough slots available in the system to satisfy the 8 slots\nthat were requested", "mpirun did not start the job: 8 processes"),
+    ("mpirun has detected an attempt to run as root.", "mpirun did not start the job: it does not run as root"),
+    ("train-1   0/1   ImagePullBackOff   0   5m", "Kubernetes did not start the container: ImagePullBackOff"),
+    ("      Reason:       CreateContainerConfigError", "Kubernetes did not start the container: CreateContainerConfigError"),
+    ('docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].', "docker did not start the container: "),
+    ("FATAL:   could not open image /data/train.sif: no such file or directory", "Apptainer did not start the container: could not open"),
+    ("slurmstepd: error: pyxis:     [ERROR] URL https://r.example/auth returned error code: 401 Unauthorized", "pyxis did not start the container: "),
+    ("ssh: connect to host node2 port 22: No route to host", "ssh did not reach node2: No route"),
+    ("root@node2: Permission denied (publickey,password).", "ssh could not log in: "),
+    ("Host key verification failed.", "ssh did not connect: "),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "headline"), REFUSED)
+def test_a_job_whose_processes_nobody_started(line: str, headline: str) -> None:
+    """The line said why, and the report said that its words name no cause that is known."""
+    for log in (line, "module load cuda\n" * 60 + line + "\n"):
+        report = _told(log)[0]
+        assert (report.code, report.confidence) == ("start-failed", "certain"), report.headline
+        assert report.headline.startswith(headline)
+    assert _told(line + "\n" + STEPS)[0].code == "cause-unknown"  # it was started later
+    raised = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    f()\nValueError: a\n'
+    assert [one.code for one in _told(f"{line}\n{raised}")] == ["rank-raised"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # The step had been started, and had ended.
+        "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        # Kubernetes may have started it after these: they tell of a moment that is over.
+        "  Warning  Failed  20s  kubelet  Error: ErrImagePull",
+        "  Warning  FailedScheduling  2m  default-scheduler  0/4 nodes are available: 4 Insufficient cpu.",
+    ],
+)
+def test_what_is_no_refusal_to_start(line: str) -> None:
+    assert _told(line)[0].code == "cause-unknown"
+
+
 NODE_FAILED = "srun: error: Node failure on {}\n"
 CANCELLED = "slurmstepd: error: *** STEP 123.0 ON node1 CANCELLED AT 2026-11-27T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
 

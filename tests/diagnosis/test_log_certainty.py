@@ -216,7 +216,7 @@ def test_the_line_before_is_shown() -> None:
         "[ 1234.567890] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.",
         "    Reason: Error",
         "fatal: cannot go on",
-        "ssh: connect to host worker-2 port 22: Connection refused",
+        "rsync: connection to worker-2 port 873: Connection refused",
         "进程已结束,退出代码1",
         "ORTE has lost communication with a remote daemon.",
     ],

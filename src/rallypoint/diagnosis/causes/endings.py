@@ -24,7 +24,7 @@ from rallypoint.diagnosis.causes.wording import (
     signal_name,
     since,
 )
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import refused_starts, schedulers
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
@@ -58,16 +58,21 @@ _ASK_SLURM = Help("under Slurm, ask it", "sacct -j JOBID --format=JobID,State,Ex
 def _not_found(case: Case) -> Report:
     """Tell that a shell, the interpreter, mpiexec or Slurm did not start the program, by a log."""
     file, words = case.job.program, "".join(case.first.said)
-    reason, help = of_no_start(file, words, case.first.not_executed)
+    why, refused = "", refused_starts.read(words)
+    if refused is not None:
+        headline, helps = refused
+    else:
+        reason, help = of_no_start(file, words, case.first.not_executed)
+        headline, helps = f"{file} cannot be started: {reason}", [help]
+        if help.command.endswith(f"which {file}"):
+            why = "it was looked for on the PATH of the job"
     return account(
         case,
         "start-failed",
-        f"{file} cannot be started: {reason}",
-        why="it was looked for on the PATH of the job"
-        if help.command.endswith(f"which {file}")
-        else "",
+        headline,
+        why=why,
         then="",
-        help=[help],
+        help=helps,
         ranks=(),
         confidence="certain",
     )

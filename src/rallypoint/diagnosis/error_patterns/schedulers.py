@@ -13,6 +13,7 @@ import msgspec
 
 from rallypoint.diagnosis.error_patterns.nccl import REMARKS
 from rallypoint.diagnosis.error_patterns.python import SIGNALS
+from rallypoint.diagnosis.error_patterns.refused_starts import REFUSALS
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker, of_rank
 
@@ -499,6 +500,7 @@ _LINES = (
         Sign.NOT_STARTED,
     ),
     *(_line(word, words, Sign.NOT_STARTED) for word, words in _NOT_RUN),
+    *(_line(word, words, Sign.NOT_STARTED) for word, words, *_ in REFUSALS),
     # A script's shell names the process; one that a person types in pads the name to 24 columns
     # before the command, or has it alone.
     _line(

@@ -36,13 +36,14 @@ SHAPE_BYTES = 400  # of a line without its digits; longer lines are read each ti
 # "Error|error|Exception|exception|..." does 20. One branch for each first letter, and no new letter
 # without need: each costs a tenth of the speed.
 _WORTH = re.compile(
-    rb"r(?:r(?:or|no)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
+    rb"r(?:r(?:or|no|Image)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
     rb"|i(?:lled|gnal|med out|ed(?<=\bdied)|cted(?<=Evicted)|nvalid (?:pointer|size|next))"
-    rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly)|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
-    rb"|s(?:sert|mashing|ed too many h)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9])|T(?:raceback)|S(?:IG)"
+    rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly|tected an attempt|PullBackOff)"
+    rb"|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
+    rb"|s(?:sert|mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9])|T(?:raceback)|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
-    rb"|o(?:om|t found| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
-    rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR_)|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
+    rb"|o(?:om|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
+    rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
     rb"|\xc9(?:rror)|\x00"
 )
 # Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.

@@ -1,0 +1,91 @@
+"""Words of a scheduler, a container runtime, mpirun or ssh that did not start a job's processes."""
+
+from __future__ import annotations
+
+import re
+
+from rallypoint.diagnosis.report import Help
+
+_EVENTS = Help("read the pod's events", "kubectl describe pod POD")
+_LOG_IN = Help("log in without a password, as a launcher does", "ssh -o BatchMode=yes NODE true")
+_NOT_STARTED = "{by} did not start the job: {reason}"
+
+REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
+    (
+        ": error: ",
+        r"^(?P<by>srun|sbatch|salloc): error: (?:Unable to (?:create step for job \d+|allocate resources"
+        r"|confirm allocation for job \d+)|Batch job submission failed|Job submit/allocate failed): "
+        r"(?P<reason>(?!Job/step already completing).+)$",
+        _NOT_STARTED,
+        Help("compare what it asks for with what there is", "sinfo -o '%P %D %c %m %G %l'"),
+    ),
+    ("qsub: ", r"^(?P<by>qsub): (?P<reason>\S.+)$", _NOT_STARTED, None),
+    (
+        "not enough slots",
+        r"^There are not enough slots available in the system to satisfy the (?P<reason>\d+)",
+        "mpirun did not start the job: {reason} processes are more than the slots of the nodes that it knows",
+        Help("name the nodes and their slots, or allow more", "mpirun --map-by :OVERSUBSCRIBE ..."),
+    ),
+    (
+        "run as root",
+        r"^(?P<by>\w+) has detected an attempt to run as (?P<reason>root)\.",
+        "{by} did not start the job: it does not run as {reason}",
+        Help("take another user, or allow it", "mpirun --allow-run-as-root ..."),
+    ),
+    # Of the state that Kubernetes tells: an event may be long over.
+    *(
+        (
+            word,
+            r"(?:^\S+ +\d+/\d+ +(?:Init:)?|\breason\"?: +\"?|\bReason: +)(?P<reason>ErrImage(?:Never)?Pull|ImagePullBackOff"
+            r"|CreateContainer(?:Config)?Error|RunContainerError)\b",
+            "Kubernetes did not start the container: {reason}",
+            _EVENTS,
+        )
+        for word in ("Image", "Container")
+    ),
+    (
+        "rror response from daemon: ",
+        r"^(?:docker: )?Error response from daemon: (?P<reason>(?!.*error running hook).+)$",
+        "docker did not start the container: {reason}",
+        None,
+    ),
+    (
+        "FATAL:   ",
+        r"^FATAL:   +(?P<reason>\S.+)$",
+        "Apptainer did not start the container: {reason}",
+        None,
+    ),
+    (
+        "pyxis: ",
+        r"\bpyxis: +(?P<reason>\[ERROR\] .+)$",
+        "pyxis did not start the container: {reason}",
+        None,
+    ),
+    (
+        "ssh: connect to host ",
+        r"\bssh: connect to host (?P<by>\S+) port \d+: (?P<reason>.+)$",
+        "ssh did not reach {by}: {reason}",
+        _LOG_IN,
+    ),
+    (
+        "ermission denied (",
+        r"^(?:\S{1,200}: )?Permission denied (?P<reason>\([a-z,-]{1,100}\))\.$",
+        "ssh could not log in: the other machine took no key or password of this user {reason}",
+        _LOG_IN,
+    ),
+    (
+        "Host key verif",
+        r"^Host key verification (?P<reason>failed)\.$",
+        "ssh did not connect: the other machine's key is not the one in known_hosts, or is not there",
+        _LOG_IN,
+    ),
+)
+"""A text that the line holds, the pattern, the report's headline, and what helps."""
+
+
+def read(text: str) -> tuple[str, list[Help]] | None:
+    """Return the headline and the help for a line that tells of a refusal; None for others."""
+    for word, words, headline, help in REFUSALS:
+        if word in text and (found := re.search(words, text)) is not None:
+            return headline.format_map({"by": "", **found.groupdict()}), [help] if help else []
+    return None
