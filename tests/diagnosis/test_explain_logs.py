@@ -1083,6 +1083,22 @@ def test_a_program_that_a_shell_does_not_start(line: str, program: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("./train.sh: /opt/python: bad interpreter: Permission denied", "head -n 1 ./train.sh"),
+        ("bash: ./a.py: /opt: bad interpreter: Permission denied", "head -n 1 ./a.py"),
+        ("bash: ./a.py: cannot execute: required file not found", "head -n 1 ./a.py"),
+        ("bash: ./train.sh: Permission denied", "chmod +x ./train.sh"),
+        ("./train.sh: Permission denied", "chmod +x ./train.sh"),
+    ],
+)
+def test_what_helps_a_program_that_a_shell_does_not_start(line: str, command: str) -> None:
+    """`chmod +x` was shown for a script that was executable: its interpreter was not."""
+    (report,) = _told(line)
+    assert [help.command.partition(" |")[0] for help in report.help] == [command]
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "bash: line 1: nvidia-smi: command not found",

@@ -1,4 +1,4 @@
-"""Ways out of an exception, or of a program that did not start, where they are known by words."""
+"""Help for exceptions, and for programs that did not start, chosen by the words of the message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ and others are worse)."""
 
 
 def _install(module: str, folder: str, python: str) -> tuple[Help, ...]:
-    """Return how to get a module that is not there. `folder`: that holds it, "" when it is not
-    known; `python`: that of the ranks, "" when it is not known.
+    """Return the help for a module that was not found. `folder`: one near the program that holds
+    it, "" for none; `python`: the ranks' interpreter, "" when it is not known.
     """
     name = module.partition(".")[0]
     package = PACKAGES.get(name)
@@ -186,27 +186,28 @@ def help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
 
 
 def of_no_start(file: str, words: str, number: int) -> tuple[str, Help]:
-    """Return why a program did not start, by a log, and what helps. `number`: the errno."""
+    """Return why a program did not start, and the help. `words`: the log's line about it; `number`:
+    the errno.
+    """
     reason = "there is no such file"
     look, command = "start from the folder that holds it, or type its whole path", f"ls -l {file}"
     by_path = "/" not in file and re.search(r"execve\(\)|execvp| not found|': No such", words)
     if by_path:
-        look = "activate the environment that has it before the job, and see whether that node has it, too"
+        look = "activate the environment that has it before the job starts; see whether each node has it"
         by = "srun " if "execve()" in words else "mpiexec " if "execvp" in words else ""
         command = f"{by}which {file}"
-    elif "bad interpreter" in words or "required file" in words:
-        reason = "the interpreter that its first line names is not there, or may not be executed"
-        look, command = "see whether that line ends in ^M", f"head -n 1 {file} | cat -A"
     elif re.match(r"[A-Za-z]:\\", file):
         command = f"dir {file}"
     if number == errno.ELIBACC:
-        reason = (
-            f"it needs {words.rpartition('libraries: ')[2].partition(':')[0]}, which is not found"
-        )
-        look = "load the module, or activate the environment, that has it; see what is missing then"
+        reason = f"it needs {words.rpartition('libraries: ')[2].split(':')[0]}, which is not found"
+        look = "load the module, or activate the environment, that has it, and see what is still missing"
         command = f"ldd $(which {file})"
     elif number == errno.ENOEXEC:
         reason = "it is no program for this machine"
+    elif "bad interpreter" in words or "required file" in words:
+        reason = "the interpreter that its first line names is not there, or cannot be executed"
+        look = "see which interpreter that line names; ^M at its end means line ends of Windows"
+        command = f"head -n 1 {file} | cat -A"
     elif number == errno.EACCES:
         reason, look, command = "it is not executable", "make it executable", f"chmod +x {file}"
     return reason, Help(look, command)
