@@ -2955,13 +2955,13 @@ def test_a_function_is_started_again_by_launch() -> None:
         (
             0,
             False,
-            "rank 0 reads what the launcher reads (--debug-rank chooses another): that was at its end, as it is in cron and under nohup",
+            "rank 0 reads the launcher's standard input (--debug-rank chooses another rank): it was at its end, as in cron and under nohup",
             "printf",
         ),
         (
             1,
             False,
-            "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null",
+            "rank 0 reads the launcher's standard input (--debug-rank chooses another rank), and all others read /dev/null",
             "dist.broadcast",
         ),
     ],

@@ -154,8 +154,8 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
 
 
 def _run_folder(path: str) -> str:
-    """Return the run folder that this is, with a report in it, or of which it is a record and no
-    log; "" for others.
+    """Return the run folder that `path` is, or that has `path` as its report.json, events.jsonl or
+    plan.json; "" for any other path. A folder without a report.json is read as logs.
     """
     folder, name = os.path.split(path)
     if os.path.exists(os.path.join(path, "report.json")):
@@ -172,7 +172,7 @@ def _of_files(paths: Sequence[str]) -> Sequence[Report]:
     if folder := _run_folder(paths[0]):
         raise UsageError(
             "usage",
-            f"{paths[0]} is of a run that rallypoint keeps",
+            f"{paths[0]} is a record of a run by rallypoint, not a log",
             help=(("show the run", f"rallypoint show {shlex.quote(folder)}"),),
         )
     with Progress() as progress:

@@ -81,7 +81,7 @@ _BECAME = {
     Kind.LOST: "lost the connection to a peer",
     Kind.DOUBTFUL: "lost the connection to a peer",
     Kind.WAITED: "waited for a peer until the timeout",
-    Kind.TOLD: "got this error from torch",
+    Kind.TOLD: "raised this too, as torch passes it on to every rank",
     Kind.EXITED: "exited with a code that is not 0",
     Kind.NCCL: "had an error of NCCL's",
     Kind.ABORTED: "aborted",

@@ -42,7 +42,7 @@ class Kind(Enum):
     DOUBTFUL = "doubtful"  # a bare "Connection reset", SIGPIPE, or the store's word on another rank
     LOST = "lost"  # says that it lost a peer
     WAITED = "waited"  # says that the others did not come
-    TOLD = "told"  # has of torch what other ranks raised in a checkpoint
+    TOLD = "told"  # torch passed on to it what other ranks raised in a checkpoint
     STOPPED = "stopped"  # ended by us, or with the launcher
     ALIVE = "alive"
     FINISHED = "finished"  # exit code 0
@@ -347,12 +347,12 @@ def _shared(verdicts: list[Verdict]) -> list[Verdict]:
     ]
 
 
-_NOT_SEEN = "torch names it by its number in a group, and it has not raised this yet itself"
+_NOT_SEEN = "torch names it by its number in a group; the rank itself has not raised this yet"
 
 
 def _in_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
-    """Blame those that torch names for what it raises in all ranks that save or load a checkpoint
-    together, each for its own, and acquit the others.
+    """Give each rank that torch names in a CheckpointException its own exception, and mark other
+    ranks as `TOLD`: torch raises one text about all failures in every rank of the group.
     """
     judged = {one.rank.rank: one for one in verdicts}
     groups: dict[Hashable, list[tuple[int, Verdict, dict[int, Raised]]]] = {}
@@ -365,7 +365,7 @@ def _in_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
     for group in groups.values():
         failures = group[0][2]
         late = failures.keys() - {member for member, _, _ in group}
-        # Numbers of a group that has not all ranks do not tell which one has not raised it yet.
+        # In a group of some ranks, a number does not tell which rank has not raised it yet.
         known = late <= judged.keys() and all(member == one.rank.rank for member, one, _ in group)
         for member, one, found in group:
             if member in found:

@@ -386,7 +386,7 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
             why=("workers are forked from one process that has imported torch",),
             help=(
                 (
-                    "if another environment has it, install rallypoint there, and start that one",
+                    "if another environment has torch, install rallypoint there, and start it from there",
                     "python -m pip install rallypoint && python -m rallypoint run ...",
                 ),
                 ("install torch there", f"{install} torch"),

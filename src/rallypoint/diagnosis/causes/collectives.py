@@ -29,8 +29,8 @@ from rallypoint.world import ranks_phrase
 def missing(
     case: Case, waiters: Sequence[RankEvidence], error: Raised, late: Mapping[int, float]
 ) -> Report:
-    """Tell that some waited until their timeout for `case.ranks`. `late`: of these, in how many
-    seconds after that they came.
+    """Tell that ranks waited for `case.ranks` until their timeout. `late`: by rank, seconds from
+    that timeout until it came; a rank that never came is not in it.
     """
     call = error.call or ("init_process_group" if waiters[0].phase == "joining" else "a collective")
     by_rank = {rank.rank: rank for rank in case.ranks}
@@ -49,7 +49,7 @@ def missing(
         ),
     ]
     if any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
-        broken = "take a pool that raises BrokenProcessPool when it loses a process"
+        broken = "use a pool that raises BrokenProcessPool when it loses a process"
         helps = [Help(broken, "concurrent.futures.ProcessPoolExecutor()")]
     came = "never came"
     if late:
@@ -62,7 +62,7 @@ def missing(
         why=f"{case.subject} {was(case.ranks)} still elsewhere when the others' time was up",
         evidence=(
             *(listed(lines) if len(lines) > 1 else ()),
-            *(f"rank {rank} came {after:.2f} s later" for rank, after in late.items()),
+            *(f"rank {rank} came {s:.2f} s after the timeout" for rank, s in late.items()),
             f"rank {waiters[0].rank} raised {named(error)}",
         ),
         help=helps,
@@ -112,7 +112,7 @@ def sizes_differ(case: Case, error: Raised) -> Report:
         why="the ranks were in different collectives, or in one with tensors of different sizes; gloo does not say which rank sent it",
         help=(
             Help(
-                "let torch compare the calls of all ranks before each of them, and say which differs (not with DDP, which crashes under it)",
+                "let torch compare the calls of all ranks, and say which differs (not with DDP: torch 2.13 with gloo crashes)",
                 "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
             ),
             Help(
@@ -220,13 +220,13 @@ def all_waited(case: Case, call: str, error: Raised) -> Report:
         "cause-unknown",
         f"{case.subject} waited in {call} until the timeout; the cause is not known",
         error,
-        why="all of them had come: their calls may not match (another number of steps, tensors of other sizes), or something drops what they send",
+        why="every rank was in the call: their calls may not match (different numbers of steps or tensor sizes), or the network drops packets",
         help=(_COMPARE_CALLS, steps),
     )
 
 
 _COMPARE_CALLS = Help(
-    "let torch compare the calls, and name them (not with DDP, which crashes under it)",
+    "let torch compare the calls, and name them (not with DDP: torch 2.13 with gloo crashes)",
     "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
 )
 
@@ -343,7 +343,7 @@ def nccl_failed(case: Case, error: Raised) -> Report:
         name = "name the network interface that the machines reach each other by"
         helps = [Help(name, "export NCCL_SOCKET_IFNAME=eth0"), more]
     elif python.NOT_LOCKED.search(words):
-        why = "the network card's buffers are locked in memory, and a limit (ulimit -l) says how much may be: it is mostly too low"
+        why = "NCCL locks the network card's buffers in memory; mostly the limit on locked memory (ulimit -l) is too low for that"
         helps = [*resources.LOCK_MORE]
     elif "/dev/shm" in words:
         helps = [

@@ -219,7 +219,7 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
 _NO_THREAD = re.compile(r"Thread creation failed|pthread_create failed|can't start new thread")
 
 _LESS_DETAIL = Help(
-    "if TORCH_DISTRIBUTED_DEBUG is DETAIL, take INFO: under DETAIL the constructor of DDP crashes (torch 2.13 with gloo)",
+    "if TORCH_DISTRIBUTED_DEBUG is DETAIL, use INFO: under DETAIL the constructor of DDP crashes (torch 2.13 with gloo)",
     "export TORCH_DISTRIBUTED_DEBUG=INFO",
 )
 

@@ -63,8 +63,8 @@ def raised(case: Case, error: Raised | None) -> Report:
 
 
 def _words_of_others(case: Case, error: Raised) -> list[str]:
-    """Return what other ranks said that raised the same at the same line: "rank 2: sample 7 is
-    bad". Addresses of memory may differ.
+    """Return the messages of other ranks that raised the same type at the same line, where they
+    differ from the first rank's: "rank 2: sample 7 is bad". Memory addresses are not compared.
     """
     told: dict[str, list[int]] = {}
     for rank in case.ranks:
@@ -78,15 +78,15 @@ def _words_of_others(case: Case, error: Raised) -> list[str]:
 
 def _no_input(case: Case, error: Raised) -> Report:
     """Tell of `input()` in a rank, or of a debugger: there is one terminal, and many ranks."""
-    why = "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null"
+    why = "rank 0 reads the launcher's standard input (--debug-rank chooses another rank), and all others read /dev/null"
     ask = "ask in that rank alone, or before, and give the others the answer"
     command = "dist.broadcast_object_list(answer)"
     if case.job.function:
         why = "a rank's standard input is /dev/null"
-        ask = "ask before the launch, and give the function the answer"
+        ask = "ask before the launch, and pass the answer to the function"
         command = "rallypoint.launch(train, (answer,), nproc=2)"
     elif case.numbers == (0,):
-        why = "rank 0 reads what the launcher reads (--debug-rank chooses another): that was at its end, as it is in cron and under nohup"
+        why = "rank 0 reads the launcher's standard input (--debug-rank chooses another rank): it was at its end, as in cron and under nohup"
         ask = "start it from a terminal, or write the answers into its input"
         command = "printf 'yes\\n' | rallypoint run ..."
     return account(

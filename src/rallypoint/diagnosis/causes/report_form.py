@@ -110,13 +110,15 @@ def account(
 
 
 def _unnoticed(case: Case, pid: int, status: int, number: int) -> str:
-    """Return how a process ended that the first rank had started, and what that rank makes of it."""
+    """Say how a child of the first rank ended, and that the rank has not noticed it, or that its
+    Pool does not repeat the task.
+    """
     rank = case.first
     how = f"was killed by {signal_name(number)}" if number else f"exited with code {status}"
     how += " for lack of memory" if pid in case.node.memory.killed_pids else ""
     left = f"{who(rank)} has not noticed it"
     if stacks.waits_in_pool(rank.stack):
-        left = "its Pool starts another one, but not its task again: the call may never end"
+        left = "its Pool starts another process, but does not repeat the task: the call may never return"
     return f"process {pid}, which {who(rank)} had started, {how}; {left}"
 
 
@@ -163,8 +165,8 @@ def traceback_said(
 
 
 def words_before(case: Case, *, first: bool = False) -> tuple[Said, ...]:
-    """Return what stands in a log before a launcher's word of the end, whoever said it; or what no
-    known process said before the `first` thing that was seen: a `sys.exit("words")`, perhaps.
+    """Return a log's lines before a launcher's line about the end. `first`: instead, the lines
+    without a process name before the first failure, such as the words of `sys.exit("words")`.
     """
     log = case.job.log
     words = () if log is None else log.before if first else log.last_words

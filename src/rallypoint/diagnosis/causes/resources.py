@@ -197,9 +197,12 @@ def memory_refused(case: Case, error: Raised) -> Report:
 
 
 LOCK_MORE = (
-    Help("lift the limit where the ranks are started; see what it is there", "ulimit -l"),
+    Help("see the limit where the ranks are started, and raise it to unlimited there", "ulimit -l"),
     Help("for a container", "docker run --ulimit memlock=-1 ..."),
-    Help("for what a service of systemd starts, such as slurmd", "LimitMEMLOCK=infinity"),
+    Help(
+        "for ranks that a systemd service starts, such as slurmd, set in its unit",
+        "LimitMEMLOCK=infinity",
+    ),
 )
 MAP_MORE = Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited")
 

@@ -70,7 +70,7 @@ def unknown(case: Case, error: Raised | None) -> Report:
         "cause-unknown",
         f"{case.subject} {what}; the cause is not known",
         where=where(case, first, error) if error else "",
-        why="every rank that failed says that it lost another one; this one was the first",
+        why="every rank that failed says that it lost another one, or waited for it in vain; this one was the first",
         evidence=evidence,
         said=traceback_said(first, error) if error else said(first, first.said),
         help=helps,

@@ -63,7 +63,7 @@ _KILLERS = (
 _VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
-_THREAD_LEFT = "the process exited while a thread of C++ still ran; no line under its name says why"
+_THREAD_LEFT = "the process exited while a C++ thread still ran; no line with its prefix says why"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
 
 
@@ -167,6 +167,7 @@ class _Log:
                 yield from self._of_one(sighting, went_on=sighting.went_on)
         well = all(s.went_on or s.sign is Sign.NCCL for s in self._seen)
         for sighting in self._seen:
+            # NCCL fell back to sockets and nothing failed: its warning is no cause then.
             fell_back = well and sighting.went_on and not self._findings.failed
             if sighting.sign is Sign.NCCL and not fell_back:
                 error = Raised(classify.NCCL_WARNING, sighting.text, (), "\n".join(sighting.lines))
@@ -365,7 +366,7 @@ class _Log:
     def _exited(self) -> Iterable[RankEvidence]:
         """Make evidence of the first that exited with a code that nothing explains."""
         exits = self._unexplained()
-        # What argparse says is the end of a process of which a launcher tells again.
+        # argparse and a launcher tell of the same end: the launcher's line counts.
         exits = [s for s in exits if s.end.by != schedulers.ARGPARSE] or exits[:1]
         if exits:
             first = next((s for s in exits if s.end.first), exits[0])
@@ -373,8 +374,8 @@ class _Log:
             if len(exits) > 1:
                 doubt = "other ranks exited, too, and nothing shows which one began"
             elif first.end.code == 1 and first.end.by != "the launcher":
-                # Python's own code, for whatever was raised; that launcher has one process alone.
-                doubt = "no line under its name says why: it may have lost another rank"
+                # 1 is Python's code for any exception. "the launcher" has one process only.
+                doubt = "no line with its prefix in the log says why: it may have lost another rank"
             yield self._of_end(first, doubt)
 
     def _unexplained(self) -> list[Sighting]:
