@@ -278,7 +278,7 @@ def test_a_secret_whose_folder_is_gone(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         discovery.secret_from_file(f"{tmp_path}/of the job/secret")
     assert caught.value.help[0][1].startswith(f"mkdir -p '{tmp_path}/of the job' && ")
-    ended = f"{tmp_path}/{discovery.SERVE_FOLDER}x1/secret"
+    ended = f"{tmp_path}/{discovery.SERVE_FOLDER_PREFIX}x1/secret"
     with pytest.raises(EnvironmentProblem, match="has ended") as caught:
         discovery.secret_from_file(ended)
     assert caught.value.help[0][1] == "rallypoint serve"

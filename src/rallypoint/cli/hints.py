@@ -90,18 +90,16 @@ def is_python(word: str) -> bool:
     return os.path.basename(word).startswith("python")
 
 
-_PYTHONS_FLAG = re.compile(r"-(?!m$|c$)[A-Za-z]+")
+_PYTHON_FLAG = re.compile(r"-(?!m$|c$)[A-Za-z]+")
 
 
 def without_launchers(words: Sequence[str]) -> list[str]:
-    """Return a command without the interpreter, with its flags, and the launchers that it begins
-    with.
-    """
+    """Return a command without the interpreter, its flags and the launchers at its beginning."""
     rest = list(words)
     while rest:
         if is_python(rest[0]):
             del rest[0]
-            while rest and _PYTHONS_FLAG.fullmatch(rest[0]):
+            while rest and _PYTHON_FLAG.fullmatch(rest[0]):
                 del rest[0]
         elif rest[0] == "-m" and rest[1:2] and rest[1] in LAUNCHERS:
             del rest[:2]

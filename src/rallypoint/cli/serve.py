@@ -70,10 +70,10 @@ def _announce(server: Server, secret_file: str) -> None:
     path = shlex.quote(os.path.abspath(secret_file))
     clients = server.address
     for everywhere, version in (("0.0.0.0", 4), ("[::]", 6)):
-        if f"//{everywhere}:" in clients:  # to a client on another machine that is itself
-            from rallypoint.host.addresses import sent_from
+        if f"//{everywhere}:" in clients:  # on another machine this would mean that machine
+            from rallypoint.host.addresses import source_address
 
-            here = sent_from(version) or sent_from(4) or "127.0.0.1"
+            here = source_address(version) or source_address(4) or "127.0.0.1"
             clients = clients.replace(everywhere, f"[{here}]" if ":" in here else here)
     write_out(
         f"the store is at {server.address}, for at most {size(server.limits.store_bytes)}; its clients call rallypoint.connect() after\n"
@@ -109,12 +109,12 @@ def _new_secret(stack: contextlib.ExitStack) -> str:
     import secrets
     import tempfile
 
-    from rallypoint.store.discovery import SERVE_FOLDER
+    from rallypoint.store.discovery import SERVE_FOLDER_PREFIX
 
     place = os.environ.get("XDG_RUNTIME_DIR")
     try:
         folder = tempfile.mkdtemp(
-            prefix=SERVE_FOLDER, dir=place if place and os.access(place, os.W_OK) else None
+            prefix=SERVE_FOLDER_PREFIX, dir=place if place and os.access(place, os.W_OK) else None
         )
         path = os.path.join(folder, SECRET_NAME)
         stack.callback(_remove_secret, folder, path)

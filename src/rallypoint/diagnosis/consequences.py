@@ -59,7 +59,7 @@ class Scene(NamedTuple):
     hurt: list[Verdict]  # that speak of a peer, the first one first
     errors: list[tuple[Verdict, Raised]]  # of these, where they show one
     waited: list[tuple[Verdict, Raised]]  # of these, those that waited
-    late: dict[int, float]  # ranks that came so many seconds after these had given up
+    late: dict[int, float]  # by rank, seconds from the first timeout of `waited` until it came
 
     def case(self, at_fault: Sequence[Verdict], confidence: Confidence = "likely") -> Case:
         return case_of(self.job, self.verdicts, at_fault, confidence)
@@ -225,7 +225,7 @@ def _named_as_missing(scene: Scene) -> Report | None:
     """
     for _, error in scene.waited:
         numbers = classify.not_at_barrier(error.message)
-        # One of these may have come since, and lost those that had gone.
+        # A named rank may have come later, and lost the connection to ranks that had left.
         lost = [v for v in scene.hurt if v.kind is Kind.LOST and v.rank.rank in numbers]
         late = {v.rank.rank: moment(v) - error.at for v in lost if moment(v) >= error.at}
         scene = scene._replace(late=late | scene.late)
@@ -237,8 +237,8 @@ def _named_as_missing(scene: Scene) -> Report | None:
 
 
 def _absent(scene: Scene, *, joining: bool = False) -> list[Verdict]:
-    """Return the ranks that came late, and those that show no error and are elsewhere: none that
-    has just caught the end of the same call, or is on its way out of it.
+    """Return the ranks that came late, and those without an error that are outside the call. A
+    rank that has just caught the error of the same call, or is leaving the call, is not among them.
     """
     calls = {late_ranks.call_of(error) for _, error in scene.errors} - {""}
 
@@ -287,7 +287,7 @@ def _waited_alone(scene: Scene) -> Report | None:
 
 
 def _all_waited(scene: Scene) -> Report | None:
-    """Tell of collectives to which all ranks of the job came, and which none of them left."""
+    """Tell of ranks that were all in collectives of the same name until the timeout."""
     calls = {error.call for _, error in scene.waited} - {"", "init_process_group"}
     every = len(scene.waited) == len(scene.verdicts) == scene.job.world_size > 1
     if not every or len(calls) != 1 or scene.job.log is not None:

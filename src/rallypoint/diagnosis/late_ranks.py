@@ -1,4 +1,4 @@
-"""Ranks that came to a call when those that waited for them there had given up. Pure."""
+"""Ranks that came to a call after the ranks that waited there had given up. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def call_of(error: Raised) -> str:
 
 
 def gave_up(waited: Iterable[tuple[Verdict, Raised]]) -> float:
-    """Return when the first of those that waited gave up; 0 when none did, or nobody knows."""
+    """Return when the first of `waited` gave up, in seconds since the job's start; 0.0 when none
+    did, or when that is not known.
+    """
     return min((moment(v) - error.wait[1] for v, error in waited), default=0.0)
 
 
 def late(
     verdicts: Iterable[Verdict], waited: Iterable[tuple[Verdict, Raised]], slack: float
 ) -> dict[int, float]:
-    """Return the ranks that began the call of those that waited after these had given up, and how
-    many seconds later. A rank that had been in it before is none of them: it tried again.
+    """Return, by rank, how many seconds after the first of `waited` gave up it began the same call.
+    Only ranks that were later by more than `slack` seconds, and were not in the call before.
     """
     waited = list(waited)
     calls, since, found = {call_of(error) for _, error in waited} - {""}, gave_up(waited), {}
@@ -41,10 +43,8 @@ def late(
 
 
 def stood(verdict: Verdict, calls: set[str]) -> Verdict:
-    """Return what a late rank shows with the stack of where it was when the others gave up.
-
-    It was asked before it came, or perhaps after it had caught the error: then no more is known
-    than the line of the call.
+    """Return the verdict of a late rank, with its stack from when the others gave up. That stack
+    may be missing, or be from after the error was caught: then it is the call's stack.
     """
     error = next(reversed(_ends(verdict, calls)), None)
     if error is None or (verdict.rank.stack and error.caught_at is None):
@@ -53,6 +53,6 @@ def stood(verdict: Verdict, calls: set[str]) -> Verdict:
 
 
 def _ends(verdict: Verdict, calls: set[str]) -> list[Raised]:
-    """Return by which errors the rank left one of these calls."""
+    """Return the errors by which the rank left one of these calls."""
     seen = (*verdict.rank.handled, *filter(None, (verdict.error,)))
     return [error for error in seen if call_of(error) in calls and kind_of(error) in HURT]

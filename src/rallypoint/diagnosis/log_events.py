@@ -132,7 +132,7 @@ class Findings(msgspec.Struct, frozen=True):
     stopped: tuple[int, ...]  # pids that the launcher says to have stopped
     failed: bool = False  # a launcher says that the job failed
     last_words: tuple[str, ...] = ()  # before the first word of a launcher on an end
-    before: tuple[str, ...] = ()  # of no known process, before the first thing that was seen
+    before: tuple[str, ...] = ()  # last lines without a process name before the first sighting
     restarts: tuple[Place, ...] = ()  # where a launcher says that it starts all ranks again
 
     @property

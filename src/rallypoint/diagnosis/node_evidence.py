@@ -82,7 +82,8 @@ def _later(at: float, by: float) -> float:
 # Bytes of the evidence of a rank that travels between nodes: of one that has failed, of any other,
 # and of what a node tells beside its ranks. The logs have the rest.
 FAILED_BYTES, RANK_BYTES, NODE_BYTES = 16_384, 4_096, 16_384
-# Most characters of a text and most parts of a list that are kept, until it fits; pairs stay whole.
+# Steps until the evidence fits: most characters of a text, and most items of a list. Some lists are
+# pairs, so two items are the least.
 _SHORTER = ((8000, 400), (4000, 100), (2000, 60), (1000, 30), (400, 12), (160, 6), (60, 2), (20, 2))
 
 

@@ -72,17 +72,16 @@ class Raised(msgspec.Struct, frozen=True):
     at: float = 0.0  # seconds since the job's start
     # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
     call: str = ""
-    # seconds before `at` in which its wait in that call, or its backward(), began, and ended; 0: not
-    # known
+    # seconds before `at` at which the call, or backward(), began and ended; (0, 0): not known
     wait: tuple[float, float] = (0.0, 0.0)
     caught_at: Frame | None = None  # the except line of the program that caught it, if it did
     # seen while the program closed its group: it had not left the program yet, and perhaps never
     # did
     on_its_way: bool = False
-    member: int = -1  # the number that torch gives this rank in a checkpoint that failed
+    member: int = -1  # the number that torch gives this rank in a checkpoint that failed; -1: none
     errno: int = 0
     filename: str = ""  # OSError's or SyntaxError's
-    # that holds the module which was not found, near the program, where Python does not look
+    # folder near the program with the module that Python did not find; "" for none
     module_folder: str = ""
     # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook
     # recognised (group-twice)

@@ -309,9 +309,8 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         sure = "possible"
     told, rest = causes[:MOST_REPORTS], causes[MOST_REPORTS:]
     at_fault = [verdict for group in causes for verdict in group]
-    # Those that are waited for in vain may well be at fault, and so may those with which a call or a
-    # model does not agree. Where several left with one exit code, those that were stopped may have
-    # been about to.
+    # Ranks that were waited for in vain may be at fault, and ranks with another call or model.
+    # Where several ranks left with one exit code, a stopped rank may have been about to leave.
     suspect = any(
         (v.kind is Kind.DOUBTFUL and v.error is not None and v.error.code)
         or any(classify.says(name, v.message) for name in _OF_SEVERAL)
@@ -349,7 +348,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
 
 
 _OF_SEVERAL = ("sizes-differ", "calls-differ", "models-differ", "calls-mismatched")
-"""Words by which a rank says that it and another one do not agree: either may be at fault."""
+"""Patterns of errors that say that two ranks do not agree: either rank may be at fault."""
 
 
 def _doubt(job: JobEvidence, group: list[Verdict], verdicts: list[Verdict]) -> str:
@@ -505,7 +504,7 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
 
 
 def _was_optional(verdict: Verdict, log: Findings) -> bool:
-    """Tell whether a program did without a module that it could not import, and worked for long."""
+    """Tell whether more than LONG_AFTER lines follow an import that failed."""
     kind = verdict.error.type if verdict.error is not None else ""
     after = log.lines - verdict.rank.order
     return kind in ("ImportError", "ModuleNotFoundError") and after > LONG_AFTER
@@ -524,7 +523,7 @@ def _stops(log: Findings) -> list[Sighting]:
     ]
     stops = [s for s in stops if not schedulers.cancelled_for_no_reason(s.text)] or stops
     stops = [s for s in stops if not answers(s, failures)]
-    # that names a node says more than the step's end, which has the node of its first task
+    # A node failure without `host` stands last: its line has only the node of the first task.
     return sorted(
         stops,
         key=lambda s: (

@@ -32,7 +32,7 @@ _INTERPRETER = re.compile(
 # one that somebody typed there, and started with `launch`.
 _TYPED = "<string>"
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
-# A file of Cython's by its path where the library was built, and a function, named with its module.
+# "file:function" of a Cython frame. The file has its path on the machine that built the library.
 _BUILT = re.compile(
     r"(?![/\\<]|[A-Za-z]:)(?:[^:]+\.(?:pyx|px[id]):|(?=(?:src/|lib/)?(?P<of>\w+)/[^:]*\.py:(?P=of)\.)[^:]+:)(?P<module>\w*)"
 )
@@ -170,7 +170,7 @@ def hidden(frame: Frame) -> bool:
 
 def library(frame: Frame) -> str:
     """Return "torch" for a frame of site-packages/torch, "threading" for one of the standard
-    library, "pandas" for one of its module in Cython, "" for the program's own.
+    library, "pandas" for a frame of its Cython code, "" for the program's own.
     """
     if frame.file.startswith(_PACKAGE):  # also where it is not installed, but run from its source
         return "rallypoint"
@@ -267,7 +267,7 @@ def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
 
 
 def waits_in_pool(frames: tuple[Frame, ...]) -> bool:
-    """Tell whether a stack waits for what a Pool of multiprocessing is to do."""
+    """Tell whether a stack is in a call of `multiprocessing.Pool`."""
     return any(_POOL.search(frame.file) for frame in frames)
 
 

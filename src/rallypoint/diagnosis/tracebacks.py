@@ -49,7 +49,7 @@ def in_checkpoint(error: Raised) -> dict[int, Raised]:
     """Return what ranks raised while torch saved or loaded a checkpoint, by their numbers in the
     group that did: torch raises all of it in each of them. {} for any other error.
 
-    Where its part of a long text is left out, a rank is taken to have raised what the first did.
+    Where a rank's part of the text was cut, it gets the first exception in the text.
     """
     text, joint, _ = error.traceback.partition(_DIRECTLY)
     found = _OF_CHECKPOINT.search(text)
@@ -135,7 +135,7 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
     does not end in one.
 
     Of exceptions raised while another was handled it is the first one, as for
-    `RankEvidence.raised`. Its `traceback` shows those as well that it was raised from.
+    `RankEvidence.raised`. Its `traceback` also shows the exceptions that it was raised `from`.
     """
     lines = [_RANK.sub("", line) for line in lines]
     starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
@@ -184,7 +184,7 @@ _NO_LETTER = str.maketrans("", "", " \ufffd")  # a blank, and half a letter wher
 
 
 def _bare(text: str) -> bytes:
-    """Return a text without control sequences and blanks, as Python writes it to any stream."""
+    """Return a text to compare: no control sequences, no blanks, non-ASCII as escapes."""
     shown = filter(str.isprintable, ESCAPES.sub("", text).translate(_NO_LETTER))
     return "".join(shown).encode("ascii", "backslashreplace")
 

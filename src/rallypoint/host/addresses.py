@@ -152,7 +152,7 @@ def look(timeout: float = LOOK_TIMEOUT) -> Host:
     """
     clock = Clock()
     name = socket.gethostname()
-    source = {version: ip for version in _FAR if (ip := sent_from(version))}
+    source = {version: ip for version in _FAR if (ip := source_address(version))}
     try:
         found, unread = interfaces(), ""
     except OSError as error:
@@ -166,7 +166,7 @@ def look(timeout: float = LOOK_TIMEOUT) -> Host:
     return Host(name, found, unread, source, answers)
 
 
-def sent_from(version: int) -> str:
+def source_address(version: int) -> str:
     """Return the address that the kernel would send from to a far one, "" without a way. Nothing is
     sent: UDP's connect only asks the routes."""
     family, far = _FAR[version]

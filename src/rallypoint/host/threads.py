@@ -23,8 +23,8 @@ class OwnThread(threading.Thread):
         super().__init__(target=run, name=f"rallypoint: {name}", daemon=True)
 
     def start(self) -> None:
-        """Start it. Raises RuntimeError when the machine has no more threads, or the interpreter
-        ends."""
+        """Start it. Raises RuntimeError when the machine has no more threads, or, in a thread of
+        ours, when the interpreter is ending. Another daemon thread then waits here for ever."""
         if threading.current_thread() is threading.main_thread():
             self._start_without_signals()  # returns when it runs: the interpreter cannot end before
             return
@@ -46,9 +46,9 @@ class OwnThread(threading.Thread):
 
 
 def _end_starting() -> None:
-    """Wait for the thread that is being started, and let no other begin: until Python 3.11.6 and
-    3.12.1, one that first runs when the interpreter is gone reads freed memory (SIGSEGV,
-    https://github.com/python/cpython/issues/108987)."""
+    """Wait for a thread that is being started, at most BEGIN_SECONDS, and let no other start.
+    Before Python 3.11.6 and 3.12.1, a thread that first runs after the interpreter's end reads
+    freed memory (SIGSEGV, https://github.com/python/cpython/issues/108987)."""
     global _ended
     _ended = True
     if _starting.acquire(timeout=BEGIN_SECONDS):
@@ -56,7 +56,7 @@ def _end_starting() -> None:
 
 
 def _start_anew() -> None:
-    """Forget, in a forked child, a thread that another one of the parent was starting."""
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
     global _starting
     _starting = threading.Lock()
 
@@ -66,16 +66,15 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def start(run: Callable[[], object], name: str) -> OwnThread:
-    """Run this in a thread of ours. Raises RuntimeError when the machine has no more threads, or the
-    interpreter ends."""
+    """Run this in a thread of ours. Raises and waits as `OwnThread.start` does."""
     thread = OwnThread(run, name)
     thread.start()
     return thread
 
 
 def stay() -> None:
-    """Keep a daemon thread where it is at the end of the interpreter, as in every other wait: an
-    error there would be printed at the end of a healthy job.
+    """Block the calling thread for ever. For daemon threads at the interpreter's end: an error
+    there would be printed at the end of a healthy job.
     """
     never = threading.Lock()
     never.acquire()

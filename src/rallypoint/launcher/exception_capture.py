@@ -276,8 +276,8 @@ def _member(error: BaseException) -> int:
 
 
 def _folder_of(error: BaseException, frames: tuple[Frame, ...]) -> str:
-    """Return the folder of a module that the program imports and Python does not find: the working
-    directory, that of the file that imports it, or the one above; "" when none holds it.
+    """Return the folder that holds a module which Python did not find: the working directory, that
+    of the importing file, or the parent of either; "" when none does.
     """
     file = frames[-1].file if frames else ""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

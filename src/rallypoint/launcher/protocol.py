@@ -238,7 +238,7 @@ class Meets(Packet):
 
 class Debugging(Packet):
     """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False)
-    the program goes on. The agent answers the first with `TerminalLeft`.
+    the program goes on. The agent answers `waits` True with `TerminalLeft`.
     """
 
     waits: bool
@@ -285,9 +285,9 @@ class Child(msgspec.Struct, frozen=True):
 
 
 class ChildrenFailed(Packet):
-    """worker -> agent: the program has ended, or a Pool of its has lost one of them, and it never
-    asked how these of its children did.
-    `more`: how many were not kept.
+    """worker -> agent: children that failed and were never asked for their exit code by the
+    program. Sent when the program has ended, or when a Pool has lost a worker. `more`: how many
+    were not kept.
     """
 
     children: tuple[Child, ...]

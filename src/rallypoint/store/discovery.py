@@ -240,9 +240,14 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
         make, folder = _MAKE.format(shlex.quote(path)), os.path.dirname(path)
         help = (("copy it from the machine that has it; if none has, make it", make),)
         why = os.strerror(error.errno or 0)
-        if missing and os.path.basename(folder).startswith(SERVE_FOLDER):
-            why = "the `rallypoint serve` that wrote it has ended"
-            help = (("start it again, and export what it prints", "rallypoint serve"),)
+        if missing and os.path.basename(folder).startswith(SERVE_FOLDER_PREFIX):
+            why = "no such file on this machine: the `rallypoint serve` that wrote it has ended, or runs elsewhere"
+            help = (
+                (
+                    "start it again, and export what it prints; or copy the file from its machine",
+                    "rallypoint serve",
+                ),
+            )
         elif missing and folder and not os.path.isdir(folder):
             help = ((help[0][0], f"mkdir -p {shlex.quote(folder)} && {make}"),)
         raise _unreadable(shown, why, help if missing else ()) from error
@@ -257,7 +262,7 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     return checked_secret(content, f"the secret in {shown}")
 
 
-SERVE_FOLDER = "rallypoint-serve-"
+SERVE_FOLDER_PREFIX = "rallypoint-serve-"
 """First part of the name of the folder in which `rallypoint serve` keeps a secret of its own, for as
 long as it runs."""
 

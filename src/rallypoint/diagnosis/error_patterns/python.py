@@ -9,7 +9,7 @@ _NOT_LOCKED = (
     r"\b(?:ibv_\w{1,40}|[Uu]nable to register memory)\b[^\n]{0,200}Cannot allocate memory"
 )
 NOT_LOCKED = re.compile(_NOT_LOCKED)
-"""Words of a network card's library that could not lock memory, of which a process may have little."""
+"""Error text of InfiniBand or EFA that could not lock memory: the limit is that of `ulimit -l`."""
 
 CAUSES = {
     "files-exhausted": re.compile(

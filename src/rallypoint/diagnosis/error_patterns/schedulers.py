@@ -47,7 +47,7 @@ REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
 """The headline of a report of rallypoint's own."""
 
 FOLDER = re.compile(r"^  logs +(/\S.*?)(?:/rank\d+\.log(?::\d+)?)?$")
-"""The run folder, or the log of a rank in it, at the end of such a report."""
+"""The `logs` line of rallypoint's own report. Group 1: the run folder."""
 
 Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
 """The content of a line: its kind, the facts in it, the ranks that it names."""
@@ -135,12 +135,12 @@ _STARTED = (
 )
 
 
-# What a job is started with. After any other command that a shell does not find, a script goes on.
-_LAUNCHER = (
+# Commands that start a job. When a shell does not find another command, its script goes on.
+_LAUNCHER_COMMAND = (
     r"(?:[^\s:']{0,300}/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|mpirun|mpiexec"
     r"|srun|rallypoint)"
 )
-_SCRIPT = rf"(?:{_LAUNCHER}|[^\s:']{{1,300}}\.(?:sh|bash|py))"
+_SCRIPT = rf"(?:{_LAUNCHER_COMMAND}|[^\s:']{{1,300}}\.(?:sh|bash|py))"
 # "bash: ", "job.sh: line 3: ", "sh: 1: "; nothing before a pasted line
 _SHELLS = (
     r"^(?:-?(?:\S{0,300}/)?[bdk]?a?sh: |\S{1,300}: (?=(?:exec: )?(?:line )?\d+: ))?"
@@ -148,11 +148,11 @@ _SHELLS = (
 )
 _WHY = r"(?P<why>No such file or directory|[Pp]ermission denied)"
 _NOT_RUN = (
-    (" not found", rf"{_SHELLS}(?P<program>{_LAUNCHER}): (?:command )?not found$"),
+    (" not found", rf"{_SHELLS}(?P<program>{_LAUNCHER_COMMAND}): (?:command )?not found$"),
     ("zsh:", rf"^zsh:(?:\d+:)? (?:command not found|{_WHY}): (?P<program>{_SCRIPT})$"),
     ("Permission denied", rf"{_SHELLS}(?P<program>{_SCRIPT}): {_WHY}$"),
     # other files may be read by the script (`source`), which then goes on
-    (" such file", rf"{_SHELLS}(?P<program>{_LAUNCHER}|\./[^\s:']{{1,300}}): {_WHY}$"),
+    (" such file", rf"{_SHELLS}(?P<program>{_LAUNCHER_COMMAND}|\./[^\s:']{{1,300}}): {_WHY}$"),
     (" required file", rf"{_SHELLS}(?P<program>[^\s:]{{1,300}}): cannot execute: required file "),
     (
         " bad interpreter",
@@ -168,8 +168,8 @@ _NOT_RUN = (
         rf"'(?P<program>[^\s']{{1,300}})': {_WHY}$",
     ),
 )
-"""Words of a shell, of a tool that runs another, and of the loader, about a program that they do
-not start.
+"""Substring and pattern of each message of a shell, of a tool like `env`, or of the loader, about a
+program that did not start.
 """
 
 
@@ -522,13 +522,13 @@ def told_by(text: str, *, of_launcher: bool = False) -> Told | None:
     return None
 
 
-_LAUNCHERS = ("torchrun", "srun", "mpirun", "DeepSpeed", "horovodrun", "Composer", "Paddle")
+_ENDS_BY_LAUNCHER = ("torchrun", "srun", "mpirun", "DeepSpeed", "horovodrun", "Composer", "Paddle")
 
 
 def by_launcher(text: str) -> bool:
     """Tell whether a launcher says in this line how a process that it had started ended."""
     told = told_by(text)
-    return told is not None and getattr(told[1], "by", "") in _LAUNCHERS
+    return told is not None and getattr(told[1], "by", "") in _ENDS_BY_LAUNCHER
 
 
 def _told(line: _Line, facts: dict[str, str | None]) -> Told:

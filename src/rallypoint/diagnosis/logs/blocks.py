@@ -394,8 +394,8 @@ class Message(Block):
 
 
 class GroupTraceback(Traceback):
-    """A traceback of an exception group: behind bars, with those of its members below. Of a group of
-    one it is the member, which says more.
+    """Traceback of an exception group. Its lines begin with `|` or `+-`, and the tracebacks of its
+    members follow. Of a group with one member only the member is told.
     """
 
     HEADER = f"+ Exception Group {HEADER}"
@@ -403,13 +403,13 @@ class GroupTraceback(Traceback):
     def __init__(self, number: int) -> None:
         super().__init__(number, HEADER)
         self._only: Traceback | None = None  # the member of a group of one
-        self._depth = 0  # of groups inside each other, with members that are read
+        self._depth = 0  # number of open groups, one inside the other, with members that are read
         self._members: list[str] = []
         self._named = ""  # the last line of the member that is read
 
     def take(self, number: int, text: str) -> bool:
-        """Tell whether the line belongs to it. Bars before frames and names of exceptions may be
-        gone: other tools put the like before them.
+        """Take a line; return whether it belongs to this traceback. A line's bar may be missing: it
+        looks like the prefix of some tools, which was removed.
         """
         bare = text.strip()
         body = bare[2:] if bare.startswith("|") else text

@@ -58,7 +58,7 @@ WENT_ON = 12
 handlers and notes write a few.
 """
 
-NCCLS = "NCCL INFO"
+NCCL_INFO = "NCCL INFO"
 """Words in a line of NCCL's own, which does not show that the program went on."""
 
 # lines between two errors of one process until the first counts as handled: what a logger wrote, it
@@ -77,7 +77,7 @@ IGNORED_WITHIN = 20
 # of failure
 BEGINNING = 40
 
-NAMELESS = 4  # lines of no known process that are kept, where all the last ones have a name
+NAMELESS = 4  # last lines without a process name that are kept
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 
 _STOPPED = re.compile(r"(?:Sending process|Terminating process|Killing subprocess) (\d+)")
@@ -231,7 +231,7 @@ class Reader:
             return
         if not speaker.known and text.strip():
             self._nameless.append(text[:WORDS])
-        if NCCLS not in text:
+        if NCCL_INFO not in text:
             self._count_line(speaker.name)
         self._sifter.call_dull()
         if speaks and (seen := self._note(Sign.SPOKEN, number, speaker, text)) is not None:
@@ -436,7 +436,7 @@ class Reader:
         """Count lines that were not read."""
         passed = self._sifter.passed
         for name, (mark, _, _) in list(self._watched.items()) if passed else ():
-            self._add(name, sum(mark in body and NCCLS.encode() not in body for body in passed))
+            self._add(name, sum(mark in body and NCCL_INFO.encode() not in body for body in passed))
 
     def _count_line(self, name: str, count: int = 1) -> None:
         for one in (name, _SPOKEN + name, _SHELL):

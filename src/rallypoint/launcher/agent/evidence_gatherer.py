@@ -189,7 +189,7 @@ class EvidenceGatherer:
         ends = ((pid, process_status.end_of_unreaped(pid) or (0, 0)) for pid in own)
         # SIGTERM: the program wanted that end, as `child_processes` has it.
         failed = [(pid, *end) for pid, end in ends if any(end) and end[1] != signal.SIGTERM]
-        if handle.alive and handle.raised is None:  # by a Pool, which has reaped it
+        if handle.alive and handle.raised is None:  # those that a Pool has lost and reaped
             failed += [(one.pid, one.code, one.signal) for one in handle.children.children]
         return RankEvidence(
             dead_child=next(iter(failed), None),

@@ -36,7 +36,8 @@ _tells: list[_Tell] = []
 def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
     """Watch how children end, as far as multiprocessing itself looks, here and in forks of this
     process. `tell` is called when the program has ended, and when a Pool has lost a worker: with
-    those that failed, and how many more did; `starts_interpreter` before a child is started that is no fork."""
+    those that failed, and how many more did; `starts_interpreter` before a child starts that is no
+    fork."""
     from multiprocessing import process
 
     kind: Any = process.BaseProcess

@@ -172,6 +172,8 @@ def _handling_signals(original: _Original, *args: Any, **kwargs: Any) -> Any:
     closed by peer". Python runs no handler while an exception leaves one function after the other,
     so KeyboardInterrupt would come when `except KeyboardInterrupt: save()` has been passed. torch's
     own Python code runs handlers in most collectives; it has none in the two that are wrapped.
+
+    An exception that leaves it remembers when the call began and ended.
     """
     try:
         return exception_capture.timed(original, *args, **kwargs)

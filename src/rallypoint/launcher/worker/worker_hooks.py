@@ -196,7 +196,7 @@ class Hooks(AgentLine):
         if self._single and (self._control is None or not self._point.held or is_initialized()):
             return
         told = self.tell(Spawns(line))
-        if told and self._single and self._answered(Released):
+        if told and self._single and self._wait_for_answer(Released):
             self._point.give_back()
 
     def take_terminal(self) -> None:
@@ -204,9 +204,9 @@ class Hooks(AgentLine):
         terminal: it would wipe out the prompt.
         """
         if self.tell(Debugging(waits=True)):
-            self._answered(TerminalLeft)
+            self._wait_for_answer(TerminalLeft)
 
-    def _answered(self, kind: type[protocol.Packet]) -> bool:
+    def _wait_for_answer(self, kind: type[protocol.Packet]) -> bool:
         """Wait for the agent's answer; return whether it came in time."""
         assert self._control is not None
         self._control.settimeout(ANSWER_TIMEOUT)

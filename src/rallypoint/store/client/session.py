@@ -586,8 +586,8 @@ class Session:
 
     @property
     def how_lost(self) -> Literal["goodbye", "connection ended", "lease over"]:
-        """Why no seconds are left: the server has said goodbye, its last connection
-        ended and there was no other in time, or nothing was heard of the server for so long.
+        """Why `left` is 0: the server said that it leaves, its last connection ended and no other
+        came in time, or nothing was heard of it for `ttl * SURE` seconds.
         """
         if self.end is not None and self.end.refusal is None:
             return "goodbye"

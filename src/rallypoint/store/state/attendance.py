@@ -95,7 +95,7 @@ def _member(
     identity = session.identity
     if not session.ended:
         locks = [one.request.name for one in session.waiting.values() if type(one.request) is Lock]
-        if locks:  # held by one that came already, perhaps: then neither can go on
+        if locks:  # if a process that has arrived holds it, neither can go on
             phase = ", ".join(filter(None, (phase, f"waits for the lock {quoted(locks[0])}")))
         return Member(identity, identity.rank, phase, max(0.0, now - session.heard))
     ended = f"{now - session.ended_at:.1f} s ago: {session.because}"
