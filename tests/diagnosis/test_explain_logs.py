@@ -1156,6 +1156,135 @@ def test_what_is_no_refusal_to_start(line: str) -> None:
     assert _told(line)[0].code == "cause-unknown"
 
 
+SHELL = "bash: line 1: ./setup.sh: Permission denied\n"
+TORCHRUN_ENDS = "E0302 11:21:02 22345 torch/api.py:874] failed (exitcode: {}) local_rank: 0 (pid: 22401) of binary: python\n"
+TIME_LIMIT = (
+    "slurmstepd: error: *** JOB 11 ON n1 CANCELLED AT 2026-03-02T11:21:02 DUE TO TIME LIMIT ***\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "code"),
+    [
+        (SHELL + TORCHRUN_ENDS.format(3), "rank-exited"),
+        (SHELL + TORCHRUN_ENDS.format(-9), "rank-killed"),
+        (SHELL + "Segmentation fault (core dumped)\n", "rank-crashed"),
+        (SHELL + "srun: error: node1: task 3: Out Of Memory\n", "rank-out-of-memory"),
+        (SHELL + TIME_LIMIT, "interrupted"),
+        (
+            SHELL + "[rank1]:[E302 11:00:00.000 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=17, OpType=ALLREDUCE, NumelIn=1024, Timeout(ms)=600000) ran for 600020 milliseconds before timing out.\n",
+            "cause-unknown",
+        ),
+        ("nvidia-smi: error while loading shared libraries: libnvidia-ml.so.1: cannot open it\n" + TORCHRUN_ENDS.format(3), "rank-exited"),
+        ("-bash: /etc/profile.d/mpi-selector.sh: Permission denied\n", "cause-unknown"),
+        # A program beside the job tries again and again.
+        (("loss 0.1\n" * 6 + "./monitor.sh: line 3: python: command not found\n") * 9, "cause-unknown"),
+    ],
+)  # fmt: skip
+def test_a_job_that_ran_did_not_fail_for_what_its_script_did_not_start(log: str, code: str) -> None:
+    """A line of the script's shell hid what ended the job."""
+    assert [one.code for one in _told(log)] == [code]
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        SHELL + "srun: error: node1: task 0: Exited with exit code 126\n",
+        # This one ended the others.
+        SHELL + "srun: error: node1: task 0: Exited with exit code 126\nsrun: error: node2: task 1: Killed\n",
+        SHELL + "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"/w/a.py\", line 3, in <module>\n[rank0]:     start()\n"
+        "[rank0]: torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.\n",
+        "r.sh: line 1: exec: torchrun: not found\n",
+        "r.sh: 1: exec: torchrun: not found\n",
+        "zsh: no such file or directory: ./run.sh\n",
+        "zsh: ./run.sh: bad interpreter: /bin/bashx: no such file or directory\n",
+        "bash: /opt/conda/bin/python: cannot execute binary file: Exec format error\n",
+        "bash: torchrun: command not found...\n",
+        "node2: bash: torchrun: command not found\n",
+    ],
+)  # fmt: skip
+def test_a_rank_that_a_shell_did_not_start(log: str) -> None:
+    assert _told(log)[0].code == "start-failed"
+
+
+RANK_TERMINATED = (
+    "W0302 11:21:02 22345 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 22402 closing signal SIGTERM\n"
+    + TORCHRUN_ENDS.format(-15)
+)
+EXITED = "srun: error: gpu-a01: task 0: Exited with exit code 1\n"
+STEP_ENDED = "slurmstepd: error: *** STEP 4321.0 ON gpu-a01 CANCELLED AT 2026-03-02T11:21:02 ***\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "words"),
+    [
+        (RANK_TERMINATED + STEP_ENDED, "interrupted", "Slurm stopped the job"),
+        (RANK_TERMINATED + TIME_LIMIT, "interrupted", "its time was over"),
+        (EXITED + STEP_ENDED + RANK_TERMINATED, "rank-exited", "rank 0 exited with code 1"),
+        # It was ended alone, and Slurm's stop is what follows from it.
+        (RANK_TERMINATED + EXITED + STEP_ENDED, "rank-killed", "killed by SIGTERM"),
+    ],
+)
+def test_a_rank_that_got_the_sigterm_of_a_stopped_job(log: str, code: str, words: str) -> None:
+    """It was told as killed by somebody who is not in the log."""
+    report = _told(log)[0]
+    assert (report.code, words in report.headline) == (code, True), report.headline
+
+
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        "W0302 11:21:02 22345 torch/api.py:900] Sending process 22402 closing signal SIGTERM\n",
+        "[2026-01-01 10:00:00,000] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 502\n",
+    ],
+)
+def test_a_child_of_a_rank_that_tells_of_the_sigterm_of_its_launcher(stopped: str) -> None:
+    """absl tells of the signal in any process of the job; it was the cause."""
+    died = (
+        "*** SIGTERM received by PID 22477 (TID 22477) on cpu 3 from PID 22402; stack trace: ***\n"
+    )
+    assert _told(stopped + died + TORCHRUN_ENDS.format(1))[0].code == "rank-exited"
+
+
+WATCHDOG = (
+    "[rank{0}]:[E302 11:00:00.000 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=17, OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024, Timeout(ms)=600000) ran for 600020 milliseconds before timing out.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        (TORCHRUN_ENDS.format(1), TORCHRUN_ENDS.format(1).replace("22401", "22501")),
+        (WATCHDOG.format(0), WATCHDOG.format(1)),
+    ],
+)
+def test_the_words_before_a_failure_are_those_of_its_attempt(first: str, last: str) -> None:
+    """The report of the last attempt quoted the first one's."""
+    again = "I0302 11:21:02 22345 torch/api.py:900] [default] Worker group FAILED. 1/1 attempts left; will restart worker group\n"
+    log = f"license server not reachable\n{first}{again}dataset /data/shard-0017 is empty\n{last}"
+    report = _told(log)[0]
+    said = [line for one in report.said for line in one.lines]
+    assert "dataset /data/shard-0017 is empty" in said
+    assert "license server not reachable" not in said
+
+
+def test_a_launcher_that_starts_several_processes_has_other_ranks() -> None:
+    report = _told(
+        "subprocess.CalledProcessError: Command '['/opt/bin/python', '-u', 'train.py', '--local_rank=3']' "
+        "returned non-zero exit status 1.\n"
+    )[0]
+    assert (report.code, report.confidence) == ("rank-exited", "likely")
+
+
+def test_a_node_failure_without_a_name_stands_first() -> None:
+    """What torchrun said of the stop that followed was the cause."""
+    stopped = "W0302 11:21:03 22345 torch/distributed/elastic/agent/server/api.py:741] Received Signals.SIGTERM death signal, shutting down workers\n"
+    (report,) = _told(CANCELLED + stopped)
+    assert report.headline == "Slurm stopped the job: node failure"
+
+
 NODE_FAILED = "srun: error: Node failure on {}\n"
 CANCELLED = "slurmstepd: error: *** STEP 123.0 ON node1 CANCELLED AT 2026-11-27T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
 

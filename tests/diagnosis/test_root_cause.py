@@ -2974,6 +2974,19 @@ def test_a_rank_that_asks_a_question(number: int, function: bool, why: str, comm
     assert "".join(help.command for help in report.help).startswith(command)
 
 
+def test_a_progress_bar_below_a_traceback_is_no_message() -> None:
+    """tqdm draws it again at the end; with it "EOF when reading a line" lost its help."""
+    said = (
+        "Traceback (most recent call last):",
+        '  File "/home/ada/exp/train.py", line 3, in <module>',
+        "    main()",
+        "MemoryError",
+        "  3%|3         | 3/1000 [00:05<?, ?it/s]",
+    )
+    (report,) = diagnose(job(rank(0, 1, said=said, phase="started", at=3.0), stopped(1)))
+    assert report.headline.endswith(": MemoryError")
+
+
 def test_a_batch_that_was_being_taken_when_its_loader_was_killed() -> None:
     reset = raised("ConnectionResetError", "[Errno 104] Connection reset by peer", FETCHING, at=1.2)
     taking = rank(

@@ -154,6 +154,8 @@ def test_the_first_of_a_chain(
         ("scripts/train.py", "scripts", "mylib.py", "."),
         ("package/main.py", ".", "package/mylib.py", "package"),
         ("scripts/train.py", ".", "mylib/images.csv", None),  # a folder of data
+        # a repository with the package further down: with its parent in PYTHONPATH it is an empty one
+        ("scripts/train.py", ".", "mylib/setup.py", None),
         ("scripts/train.py", ".", "other.py", None),
     ],
 )

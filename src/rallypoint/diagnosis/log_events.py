@@ -140,12 +140,25 @@ class Findings(msgspec.Struct, frozen=True):
         """Tell whether there was nothing to read."""
         return not self.lines
 
-    def has_failed(self, end: End) -> bool:
+    def has_failed(self, ended: Sighting) -> bool:
         """Tell whether a process ended badly, and not because the launcher stopped it. One that the
-        launcher names as the first, and not among those that it stopped, got SIGTERM from outside.
+        launcher names as the first, and not among those that it stopped, got SIGTERM from outside,
+        unless the whole job did.
         """
+        end = ended.end
         stopped = end.pid in self.stopped
         if end.signal == SIGTERM and not stopped:
-            by_name = end.first and (end.pid or end.by == "mp.spawn")
-            stopped = not (self.stopped and by_name)
+            by_name = end.first and end.by in ("torchrun", "mp.spawn")
+            stopped = not (self.stopped and by_name) or self._was_of_a_stop(ended)
         return bool(end.code or end.signal) and not (stopped and end.signal in (SIGKILL, SIGTERM))
+
+    def _was_of_a_stop(self, ended: Sighting) -> bool:
+        """Tell whether the log has a stop of the job that reached this process, too: before its
+        end, or after it with no other failure between.
+        """
+        log, line = ended.place.log, ended.place.line
+        exits = [s.place for s in self.sightings if s.sign is Sign.ENDED and s.end.code]
+        failures = [place.line for place in exits if place.log == log and place.line > line]
+        first = min(failures, default=self.lines + 1)
+        stops = [s.place for s in self.sightings if s.sign is Sign.INTERRUPTED]
+        return any(stop.log != log or stop.line < first for stop in stops)

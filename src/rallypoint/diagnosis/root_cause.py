@@ -519,16 +519,11 @@ def _stops(log: Findings) -> list[Sighting]:
     failures = [
         s
         for s in seen
-        if s.sign is Sign.WATCHDOG or log.has_failed(s.end) or classify.is_consequence(s.error)
+        if s.sign is Sign.WATCHDOG or log.has_failed(s) or classify.is_consequence(s.error)
     ]
     stops = [s for s in stops if not schedulers.cancelled_for_no_reason(s.text)] or stops
     stops = [s for s in stops if not answers(s, failures)]
-    # A node failure without `host` stands last: its line has only the node of the first task.
-    return sorted(
-        stops,
-        key=lambda s: (
-            s.end.by == "NODE FAILURE" and not s.end.host,
-            s.place.line,
-            s.end == NOT_ENDED,
-        ),
-    )
+    stops.sort(key=lambda s: (s.place.line, s.end == NOT_ENDED))
+    failed = [s for s in stops if s.end.by == "NODE FAILURE"]
+    # Without `host`, the line is of the step's end and has only the node of its first task.
+    return [s for s in failed if s.end.host] or stops if failed[:1] == stops[:1] else stops

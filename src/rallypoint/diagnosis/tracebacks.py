@@ -209,6 +209,10 @@ def _with_code(error: Raised, after: Sequence[str]) -> Raised:
     return replace(error, code=codes[0]) if ours else error
 
 
+_GOES_ON = re.compile(r"\s+(?!\d+%\|)\S")
+"""A further line of an exception's message: no progress bar, which is drawn again at the end."""
+
+
 def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
     """Return the exception of the traceback that begins there, and the index behind it."""
     frames: list[Frame] = []
@@ -224,8 +228,8 @@ def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
                 return None
             end = at + 1
             ours = told["type"].startswith("rallypoint.errors.")  # what follows are its notes
-            while end < len(lines) and lines[end][:1].isspace() and lines[end].strip() and not ours:
-                end += 1  # the message goes on
+            while end < len(lines) and _GOES_ON.match(lines[end]) and not ours:
+                end += 1
             shown, more = "\n".join(lines[start:end]), lines[at + 1 : end]
             message = "\n".join((told["message"] or "", *more))
             return Raised(told["type"], message, tuple(frames), shown), end

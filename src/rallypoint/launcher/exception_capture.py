@@ -286,7 +286,7 @@ def _folder_of(error: BaseException, frames: tuple[Frame, ...]) -> str:
             near = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
             for folder in (*near, *map(os.path.dirname, near)):
                 path = os.path.join(folder, name)
-                inside = os.listdir(path) if os.path.isdir(path) else ()
+                inside = set(os.listdir(path) if os.path.isdir(path) else ()) - {"setup.py"}
                 if os.path.isfile(f"{path}.py") or any(one.endswith(".py") for one in inside):
                     return folder
     return ""

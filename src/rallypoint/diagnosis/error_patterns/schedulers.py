@@ -143,24 +143,28 @@ _LAUNCHER_COMMAND = (
 _SCRIPT = rf"(?:{_LAUNCHER_COMMAND}|[^\s:']{{1,300}}\.(?:sh|bash|py))"
 # "bash: ", "job.sh: line 3: ", "sh: 1: "; nothing before a pasted line
 _SHELLS = (
-    r"^(?:-?(?:\S{0,300}/)?[bdk]?a?sh: |\S{1,300}: (?=(?:exec: )?(?:line )?\d+: ))?"
-    r"(?:exec: )?(?:(?:line )?\d+: )?"
+    r"^(?:[\w.-]{1,100}: (?=bash: ))?(?:-?(?:\S{0,300}/)?[bdkz]?a?sh: |\S{1,300}: (?=(?:exec: )?(?:line )?\d+: ))?"
+    r"(?:exec: )?(?:(?:line )?\d+: )?(?:exec: )?"
 )
-_WHY = r"(?P<why>No such file or directory|[Pp]ermission denied)"
+_WHY = r"(?P<why>[Nn]o such file or directory|[Pp]ermission denied)"
 _NOT_RUN = (
-    (" not found", rf"{_SHELLS}(?P<program>{_LAUNCHER_COMMAND}): (?:command )?not found$"),
+    (
+        " not found",
+        rf"{_SHELLS}(?P<program>{_LAUNCHER_COMMAND}): (?:command )?not found(?:\.\.\.)?$",
+    ),
     ("zsh:", rf"^zsh:(?:\d+:)? (?:command not found|{_WHY}): (?P<program>{_SCRIPT})$"),
-    ("Permission denied", rf"{_SHELLS}(?P<program>{_SCRIPT}): {_WHY}$"),
+    ("Permission denied", rf"{_SHELLS}(?P<program>(?!/etc/){_SCRIPT}): {_WHY}$"),
     # other files may be read by the script (`source`), which then goes on
     (" such file", rf"{_SHELLS}(?P<program>{_LAUNCHER_COMMAND}|\./[^\s:']{{1,300}}): {_WHY}$"),
     (" required file", rf"{_SHELLS}(?P<program>[^\s:]{{1,300}}): cannot execute: required file "),
     (
         " bad interpreter",
-        rf"{_SHELLS}(?P<program>[^\s:]{{1,300}}): [^:]{{1,300}}: bad interpreter: {_WHY}",
+        rf"{_SHELLS}(?P<program>[^\s:]{{1,300}}): (?:[^:]{{1,300}}: )?bad interpreter: (?:[^:]{{1,300}}: )?{_WHY}",
     ),
+    (" binary file", rf"{_SHELLS}(?P<program>{_SCRIPT}): cannot execute binary file(?:: |$)"),
     (
         " shared libraries: ",
-        r"^(?:\S{1,300}: )?(?P<program>[^\s:]{1,300}): error while loading shared libraries: ",
+        rf"^(?:\S{{1,300}}: )?(?P<program>{_LAUNCHER_COMMAND}|\.{{0,2}}/[^\s:]{{1,300}}): error while loading shared libraries: ",
     ),
     (
         "': ",
@@ -647,6 +651,11 @@ _MISSING = re.compile(
 )
 
 
+def by_shell(text: str) -> bool:
+    """Tell whether a shell, or a tool that runs another, says that a program did not start."""
+    return any(word in text and re.search(words, text) for word, words in _NOT_RUN)
+
+
 def not_started(text: str) -> tuple[str, int]:
     """Read the program that could not be started, and the errno."""
     found = next((one for _, words in _NOT_RUN if (one := re.search(words, text))), None)
@@ -654,6 +663,8 @@ def not_started(text: str) -> tuple[str, int]:
         why = found.groupdict().get("why") or ""
         if "shared libraries" in text:
             return found["program"], errno.ELIBACC
+        if "binary file" in text:
+            return found["program"], errno.ENOEXEC
         return found["program"], errno.EACCES if "ermission" in why else errno.ENOENT
     found = _MISSING.search(text)
     if found is None:

@@ -124,6 +124,7 @@ class Reader:
         # of no known process, and no traceback: a `sys.exit("words")` under torchrun is such a line
         self._nameless: deque[str] = deque(maxlen=NAMELESS)
         self._before: tuple[str, ...] = ()
+        self._words_of = self._before_of = -1  # of which attempt these are
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
@@ -186,6 +187,7 @@ class Reader:
             self._ignored[speaker.name] = number
         elif schedulers.restarts(text):
             self._restarts.append(Place(self._log, number, number))
+            self._nameless.clear()
         elif kind := next((one for one in _BLOCKS if one.begins(text)), None):
             self._begin(speaker, kind(number, text))
         elif self._first_lines > 0 and headless(text) and speaker.name not in self._open:
@@ -342,6 +344,7 @@ class Reader:
         if collective is not None and speaker.rank < 0:
             speaker = of_rank(ranks[0]) if ranks else self._broken
             self._broken = NOBODY
+        new = len(self._seen)
         seen = self._see(
             Sighting(
                 sign, place, speaker, text[:WORDS], end=end, collective=collective, ranks=ranks
@@ -349,7 +352,8 @@ class Reader:
         )
         # These may speak of a process that is none of the job's, or is started again.
         of_others = end.by in ("the shell", "SGLang", schedulers.SERVICE)
-        if seen is not None and (of_others or sign is Sign.NOT_STARTED) and not end.pid:
+        watched = of_others or (sign is Sign.NOT_STARTED and seen == new)
+        if seen is not None and watched and not end.pid:
             self._watch(_SHELL, "", seen)
 
     def _told_folder(self, folder: str) -> None:
@@ -379,18 +383,23 @@ class Reader:
             known = self._seen[number]
             # What was handled before may leave the program now: the last one counts.
             place = sighting.place if known.went_on else known.place
-            self._seen[number] = msgspec.structs.replace(known, place=place, went_on=False)
+            # The job goes on without a program that was not started.
+            went_on = known.went_on and known.sign is Sign.NOT_STARTED
+            self._seen[number] = msgspec.structs.replace(known, place=place, went_on=went_on)
             return number
         if len(self._seen) >= MOST_SIGHTINGS:
             return None
-        self._before = tuple(self._nameless) if not self._seen else self._before
+        if self._before_of != len(self._restarts):
+            self._before, self._before_of = tuple(self._nameless), len(self._restarts)
         self._same[key] = len(self._seen)
         self._seen.append(sighting)
         return len(self._seen) - 1
 
     def _keep_last_words(self) -> None:
-        if not self._last_words:
-            lines = [line.text[:WORDS] for line in self._sifter.before()]
+        if self._words_of != len(self._restarts):
+            self._words_of = len(self._restarts)
+            began = max((place.line for place in self._restarts), default=0)
+            lines = [one.text[:WORDS] for one in self._sifter.before() if one.number > began]
             lines = [line for line in lines if line.strip() and not _LAUNCHERS.search(line)]
             if HEADER in lines:  # of the launcher's own exception
                 lines = lines[: lines.index(HEADER)]
@@ -430,7 +439,8 @@ class Reader:
     def _watch(self, name: str, mark: str, seen: int) -> None:
         """Count the lines of a process from here on: its errors so far may be handled."""
         which = self._watched[name][1] if name in self._watched else []
-        self._watched[name] = (mark.encode(), [*which, seen], 0)
+        which = which if seen in which else [*which, seen]
+        self._watched[name] = (mark.encode(), which, 0)
 
     def _pass(self) -> None:
         """Count lines that were not read."""

@@ -60,6 +60,11 @@ _KILLERS = (
     "Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS", schedulers.SERVICE,
 )  # fmt: skip
 """Those that end processes for lack of memory, beside the kernel."""
+_OF_STARTED = {
+    Sign.KILLED_FOR_MEMORY, Sign.INTERRUPTED, Sign.CRASHED, Sign.WATCHDOG, Sign.NCCL, Sign.STALLED,
+}  # fmt: skip
+"""What only a job has that was started."""
+_LOCAL_RANK = re.compile(r"--local[_-]rank")
 _VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
@@ -79,13 +84,17 @@ def diagnose(findings: Findings) -> tuple[Report, ...]:
         return root_cause.diagnose(evidence_of(findings))
     last = findings.restarts[-1].line
     after = tuple(s for s in findings.sightings if s.place.line > last)
+    of_last: tuple[Report, ...] = ()
     if after:
-        reports = root_cause.diagnose(
+        of_last = root_cause.diagnose(
             evidence_of(msgspec.structs.replace(findings, sightings=after))
         )
-        if reports[0].code != "cause-unknown":
-            return reports
-    return confidence.of_attempts(root_cause.diagnose(evidence_of(findings)))
+        if of_last[0].code != "cause-unknown":
+            return of_last
+    of_all = root_cause.diagnose(evidence_of(findings))
+    return (
+        of_last if of_last and of_all[0].code == "cause-unknown" else confidence.of_attempts(of_all)
+    )
 
 
 def evidence_of(findings: Findings) -> JobEvidence:
@@ -373,8 +382,10 @@ class _Log:
             doubt = ""
             if len(exits) > 1:
                 doubt = "other ranks exited, too, and nothing shows which one began"
-            elif first.end.code == 1 and first.end.by != "the launcher":
-                # 1 is Python's code for any exception. "the launcher" has one process only.
+            elif first.end.code == 1 and (
+                first.end.by != "the launcher" or _LOCAL_RANK.search(first.text)
+            ):
+                # 1 is Python's code for any exception. "the launcher" has one process, as a rule.
                 doubt = "no line with its prefix in the log says why: it may have lost another rank"
             yield self._of_end(first, doubt)
 
@@ -391,9 +402,21 @@ class _Log:
     def not_started(self) -> Iterable[RankEvidence]:
         """Make evidence of the program that could not be started."""
         found = [s for s in self._seen if s.sign is Sign.NOT_STARTED and not s.went_on]
-        if found and not self._sure:
+        if found and not self._sure and not self._has_run(found[0]):
             self.program, number = schedulers.not_started(found[0].text)
             yield self._rank(found[0], -1, not_executed=number, said=(found[0].text,))
+
+    def _has_run(self, refusal: Sighting) -> bool:
+        """Tell whether something else than a program that did not start ended the job: it failed
+        after it had started. A shell that does not find a program ends with 126 or 127.
+        """
+        by_shell = schedulers.by_shell(refusal.text)
+        if any(s.end.code and (not by_shell or s.end.code in (126, 127)) for s in self._ends):
+            return False
+        failed = {s.sign for s in self._seen if not s.went_on}
+        errors = [s.error for s in self._errors if s.speaker.rank >= 0 and not s.went_on]
+        own = any(classify.meaning(error) is Meaning.OWN for error in errors)
+        return own or bool(self._ends) or not failed.isdisjoint(_OF_STARTED)
 
     # --- those that speak of others
 
@@ -504,7 +527,7 @@ def _ends(findings: Findings) -> list[Sighting]:
     by_pid: dict[Hashable, Sighting] = {}
     for sighting in findings.sightings:
         end = sighting.end
-        if sighting.sign is not Sign.ENDED or not findings.has_failed(end):
+        if sighting.sign is not Sign.ENDED or not findings.has_failed(sighting):
             continue
         key: Hashable = end.pid or (sighting.place, end.rank)
         if (known := by_pid.get(key)) is not None:
