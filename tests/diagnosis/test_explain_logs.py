@@ -7,6 +7,7 @@ import lzma
 import os
 import pathlib
 import random
+import re
 import threading
 
 import pytest
@@ -1426,8 +1427,10 @@ def test_what_argparse_said_in_all_ranks_of_torchrun() -> None:
     assert words.splitlines()[1] in report.said[0].lines
 
 
-def _group(*members: str, prefix: str = "") -> str:
-    """The traceback of an exception group, as Python 3.11 and later show it."""
+def _group(*members: str, prefix: str = "", closed: bool = True) -> str:
+    """The traceback of an exception group, as Python 3.11 and later show it. A member that begins with
+    a blank is a group of its own.
+    """
     lines = [
         "  + Exception Group Traceback (most recent call last):",
         '  |   File "/app/train.py", line 9, in main',
@@ -1435,41 +1438,176 @@ def _group(*members: str, prefix: str = "") -> str:
         f"  | ExceptionGroup: unhandled errors ({len(members)} sub-exception{'s' * (len(members) > 1)})",
     ]
     for number, member in enumerate(members, 1):
+        lines.append(
+            f"{'  +-' if number == 1 else '    '}+---------------- {number} ----------------"
+        )
+        if member.startswith(" "):
+            lines += [f"  {line}".replace("  + ", "| ") for line in member.splitlines()]
+            continue
         lines += [
-            f"{'  +-' if number == 1 else '    '}+---------------- {number} ----------------",
             "    | Traceback (most recent call last):",
             f'    |   File "/app/train.py", line {number}, in task',
             f"    |     step({number})",
-            f"    | {member}",
+            *f"    | {member}".split("\n"),
         ]
-    return "".join(f"{prefix}{line}\n" for line in (*lines, "    +" + 36 * "-"))
+    lines += ["    +" + 36 * "-"] * closed
+    return "".join(f"{prefix}{line}\n" for line in lines)
+
+
+RESET = "ConnectionResetError: [Errno 104] Connection reset by peer"
+FULL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
+
+
+def _raised(log: str) -> list[tuple[str, str]]:
+    """What the reports of a log say was raised, and where."""
+    return [(one.headline.partition(" raised ")[2], one.where) for one in _told(log)]
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank1]: "])
 @pytest.mark.parametrize("after", ["", "epoch 7\n"])
-def test_of_an_exception_group_all_members_are_shown(prefix: str, after: str) -> None:
+def test_of_an_exception_group_each_member_is_told(prefix: str, after: str) -> None:
     """One member was told as the exception, and the others were in no part of the report."""
-    report = _told(_group("ValueError: bad batch", "KeyError: 'lr'", prefix=prefix) + after)[0]
-    assert report.headline.endswith(
-        "raised ExceptionGroup: unhandled errors (2 sub-exceptions): ValueError: bad batch; KeyError: 'lr'"
-    )
+    of = ", rank 1" * bool(prefix)
+    log = _group("ValueError: bad batch", "KeyError: 'lr'", prefix=prefix) + after
+    assert _raised(log) == [
+        ("ValueError: bad batch", f"train.py:1 in task{of}"),
+        ("KeyError: 'lr'", f"train.py:2 in task{of}"),
+    ]
 
 
 def test_an_exception_group_of_one_is_its_member() -> None:
-    report = _told(_group("ValueError: bad batch"))[0]
-    assert (report.headline, report.where) == (
-        "the program raised ValueError: bad batch",
-        "train.py:1 in task",
-    )
+    assert _raised(_group("ValueError: bad batch")) == [
+        ("ValueError: bad batch", "train.py:1 in task")
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_the_members_of_a_group_in_a_group_are_told(prefix: str) -> None:
+    """Of a group in a group of one the first member was told alone."""
+    inner = _group("ValueError: bad batch", "KeyError: 'lr'")
+    told = ["ValueError: bad batch", "KeyError: 'lr'"]
+    assert [kind for kind, _ in _raised(_group(inner, prefix=prefix))] == told
+    both = _group(inner, "TypeError: no tensor", prefix=prefix)
+    assert [kind for kind, _ in _raised(both)] == [*told, "TypeError: no tensor"]
+
+
+def test_members_of_one_cause_are_one_report_with_their_line() -> None:
+    """The place was the line that waited for the members."""
+    (report,) = _told(_group(FULL, FULL))
+    assert (report.code, report.where) == ("rank-out-of-memory", "train.py:1 in task")
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_a_member_that_speaks_of_a_peer_does_not_make_the_others_consequences(prefix: str) -> None:
+    """The words of one member made the whole group a consequence."""
+    for members in (("ValueError: bad batch", RESET), (RESET, "ValueError: bad batch")):
+        (report,) = _told(_group(*members, prefix=prefix))
+        assert report.headline.endswith("raised ValueError: bad batch")
+    lost = _told(_group(RESET, RESET, prefix=prefix))[0]
+    assert lost.code == "cause-unknown"
+
+
+def test_what_members_raised_is_attributed_as_one() -> None:
+    """To the rank that failed by the launcher's word."""
+    log = _group("ValueError: bad batch", RESET, "KeyError: 'lr'")
+    reports = _told(log + LEFT_UNDER_TORCHRUN.format(lost="", code=1))
+    assert [report.ranks for report in reports] == [(1,), (1,)]
+    assert not any("does not name" in report.then for report in reports)
+
+
+def test_a_group_is_at_its_end_where_its_bars_are() -> None:
+    """Python closes groups inside each other by one line. The reader waited for one more, and what
+    followed was lost: the steps of a program that had handled the group, the next traceback, and
+    the words of Slurm.
+    """
+    handled = _group(_group("ValueError: bad batch", "KeyError: 'lr'"))
+    steps = "".join(f"Epoch: {number}\n" for number in range(30))
+    last = 'Traceback (most recent call last):\n  File "t.py", line 4, in f\n    g()\n'
+    (report,) = _told(handled + steps + last + "ZeroDivisionError: division by zero\n")
+    assert report.headline.endswith("raised ZeroDivisionError: division by zero")
+    assert report.where == "t.py:4 in f"
+    told = _told(handled + "srun: error: node1: task 3: Out Of Memory\n")
+    assert [report.code for report in told] == [
+        "rank-raised",
+        "rank-raised",
+        "rank-out-of-memory",
+    ]
+
+
+@pytest.mark.parametrize("at", range(4, 10))
+@pytest.mark.parametrize("stray", ["step 2 loss 2.2", "Epoch: 7", "ERROR"])
+def test_lines_of_others_inside_a_group(at: int, stray: str) -> None:
+    """One line of another process ended the group: the group itself was told, and its member had
+    no place.
+    """
+    lines = _group("ValueError: bad batch").splitlines()
+    log = "\n".join([*lines[:at], stray, *lines[at:]])
+    assert _raised(log) == [("ValueError: bad batch", "train.py:1 in task")]
+
+
+def test_a_member_whose_message_has_several_lines() -> None:
+    """Python puts no bar before the second one."""
+    words = "RuntimeError: NCCL error in: NCCLUtils.cpp:77, system error\nncclSystemError: x\nLast error:\nno space left"
+    report = _told(_group(words, RESET, prefix="[rank1]: "))[0]
+    assert report.code == "nccl-failed"
+    assert "no space left" in report.headline
+
+
+def test_members_that_were_never_raised() -> None:
+    lines = _group("ValueError: bad batch", "KeyError: 'lr'").splitlines()
+    bare = [line for line in lines if not re.match(r"    \|(?! \w+Error)", line)]
+    assert [kind for kind, _ in _raised("\n".join(bare))] == [
+        "ValueError: bad batch",
+        "KeyError: 'lr'",
+    ]
+
+
+def test_a_group_that_was_cut_is_told_itself() -> None:
+    lines = _group("ValueError: bad batch").splitlines()
+    for end in (4, 5, 6):
+        assert _raised("\n".join(lines[:end])) == [
+            ("ExceptionGroup: unhandled errors (1 sub-exception)", "train.py:9 in main")
+        ]
+
+
+def test_a_member_alone_is_told_behind_its_bars() -> None:
+    """A paste may begin inside a group."""
+    lines = _group("ValueError: bad batch", "KeyError: 'lr'").splitlines()
+    assert [kind for kind, _ in _raised("\n".join(lines[5:]))] == [
+        "ValueError: bad batch",
+        "KeyError: 'lr'",
+    ]
+
+
+def test_a_group_below_another_exception() -> None:
+    """mp.spawn names the rank in the line above; of `raise ... from` both are told."""
+    above = 'Traceback (most recent call last):\n  File "/app/t.py", line 4, in f\n    g()\n'
+    group = _group("ValueError: bad batch")
+    because = "\nThe above exception was the direct cause of the following exception:\n\n"
+    told = _raised(f"{above}KeyError: 'lr'\n{because}{group}")
+    assert told == [
+        ("KeyError: 'lr'", "t.py:4 in f"),
+        ("ValueError: bad batch", "train.py:1 in task"),
+    ]
+    spawned = "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n"
+    (report,) = _told(above + spawned + group)
+    assert (report.headline, report.ranks) == ("rank 1 raised ValueError: bad batch", (1,))
+
+
+def test_errors_beyond_those_that_are_told_are_counted() -> None:
+    members = [f"{kind}Error: bad" for kind in ("Value", "Key", "Type", "Index", "Name")]
+    *_, last = _told(_group(*members))
+    assert last.then.startswith("2 more failed")
 
 
 def test_what_follows_an_exception_group_is_read() -> None:
     log = _group("ValueError: bad batch", "KeyError: 'lr'", prefix="[rank0]: ")
     other = TRACEBACK.format("RuntimeError: mat1 and mat2").splitlines()
-    reports = _told(log + "".join(f"[rank1]: {line}\n" for line in other))
-    assert ["ExceptionGroup" in one.headline or "mat1" in one.headline for one in reports] == [
-        True,
-        True,
+    told = _raised(log + "".join(f"[rank1]: {line}\n" for line in other))
+    assert [kind for kind, _ in told] == [
+        "ValueError: bad batch",
+        "KeyError: 'lr'",
+        "RuntimeError: mat1 and mat2",
     ]
 
 

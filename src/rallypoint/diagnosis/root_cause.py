@@ -322,7 +322,8 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
     acquit = not (suspect or alike or nameless or _doubt(job, told[0], verdicts))
     then = then_told(job, verdicts, at_fault, STRONG, acquit=acquit)
     numbers = [v.rank.rank for group in rest for v in group if v.rank.rank >= 0]
-    more = f"{ranks_phrase(numbers)} failed in other ways still: see their logs" if numbers else ""
+    others = ranks_phrase(numbers) if numbers else f"{len(rest)} more"
+    more = f"{others} failed in other ways still: see their logs" if rest else ""
     reports = []
     for group in told:
         words = [more if group is told[-1] else "", then if group is told[0] else ""]

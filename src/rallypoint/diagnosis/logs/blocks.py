@@ -125,14 +125,11 @@ class Block:
 class Traceback(Block):
     """A traceback, with those that it was raised from."""
 
-    def __init__(
-        self, number: int, text: str, *, ignored: bool = False, headless: bool = False
-    ) -> None:
+    def __init__(self, number: int, text: str, *, headless: bool = False) -> None:
         super().__init__(number)
         # its first lines were not pasted: the line that names the exception is where it begins then
         self._headless = headless
-        self.ignored = ignored
-        self._chosen: Raised | None = None  # the exception that began it, of those that are read
+        self.begun_by: Raised | None = None  # the exception that began it, of those that are read
         # ranks that an exception counts, and what each of them raised, where that is shown
         self._gathered: dict[int, tuple[str, str] | None] = {}
         self._of = -1  # the rank among these whose traceback is read now
@@ -255,7 +252,8 @@ class Traceback(Block):
         if HEADER in body:
             inner = "Original Traceback" in body
             of_rank = _OF_RANK.search(body) if self._gathered else None
-            if not self._joint and not inner and of_rank is None:
+            alone = not self._joint and not inner and of_rank is None
+            if alone or GroupTraceback.HEAD.search(body.partition(HEADER)[0]):
                 self.done = True
                 return False
             self._choose()
@@ -281,6 +279,21 @@ class Traceback(Block):
         self.done = self.done or self.stray > 2
         return False
 
+    def take_member(self, number: int, text: str, bar: re.Match[str] | None) -> bool:
+        """Take a line of a member of an exception group; return whether it belongs to it. Of a
+        member that was never raised only the name is shown. Further lines of a message have no bar.
+        """
+        if bar is None:
+            return (self._ended or text.startswith("    ")) and self.take(number, text)
+        body = text[bar.end() :]
+        typed = None if self._frames or self._ended else _TYPED.match(body)
+        if typed is not None:
+            self._end(typed["type"], typed["message"] or "", number)
+            self._keep(body)
+        elif not (self.done or (body.endswith(HEADER) and not self._ended)):
+            self.take(number, body)
+        return True
+
     @property
     def says_little(self) -> bool:
         """It is at its end, and names no cause."""
@@ -305,31 +318,31 @@ class Traceback(Block):
             self._end(*self._doubtful)
         if self._ended:
             self._choose()
-        return self._chosen
+        return self.begun_by
 
     def _choose(self) -> None:
         """Take, of exceptions raised while one was handled, the first, and of those wrapped the one
         that says more.
         """
-        chosen, error = self._chosen, self._raised()
+        chosen, error = self.begun_by, self._raised()
         if chosen is None:
-            self._chosen = error
+            self.begun_by = error
         elif self._link == "inside":
             frames = joined(chosen.frames, error.frames)
-            self._chosen = msgspec.structs.replace(error, frames=frames)
+            self.begun_by = msgspec.structs.replace(error, frames=frames)
         elif self._link == "during":
             closing = _CLOSING.search(error.message)
             if (chosen.type in _TRIED and not closing) or schedulers.of_launcher(chosen):
-                self._chosen = error
+                self.begun_by = error
                 return
             is_open = not closing and classify.meaning(error) is classify.Meaning.OWN
-            self._chosen = msgspec.structs.replace(
+            self.begun_by = msgspec.structs.replace(
                 chosen,
                 is_open=chosen.is_open or is_open,
                 frames=joined(error.frames, chosen.frames),
             )
         elif self._link == "because" and not classify.says_why(chosen):
-            self._chosen = chosen if schedulers.of_launcher(error) else error
+            self.begun_by = chosen if schedulers.of_launcher(error) else error
 
     def _raised(self) -> Raised:
         frames, filename = self._frames, ""
@@ -393,59 +406,53 @@ class Message(Block):
         return Raised(self._kind, message, (), traceback, filename=self._filename)
 
 
-class GroupTraceback(Traceback):
-    """Traceback of an exception group. Its lines begin with `|` or `+-`, and the tracebacks of its
-    members follow. Of a group with one member only the member is told.
+class GroupTraceback(Block):
+    """Traceback of an exception group. Its lines begin with a bar, and the tracebacks of its members
+    follow. Its first lines may be missing in a paste.
     """
 
-    HEADER = f"+ Exception Group {HEADER}"
+    # what stands before the word "Traceback" in its first line
+    HEAD = re.compile(r"\+ Exception Group $|^ *\| (?:Exception Group )?$")
+    BAR = re.compile(r"^ *\|(?: |$)")
+    _MEMBER = re.compile(r"^ *(?P<first>\+-)?\+-{16} (?:\d+|\.{3}) -{16}$")
+    _CLOSED = re.compile(r"^ *\+-{36}$")
 
     def __init__(self, number: int) -> None:
-        super().__init__(number, HEADER)
-        self._only: Traceback | None = None  # the member of a group of one
-        self._depth = 0  # number of open groups, one inside the other, with members that are read
-        self._members: list[str] = []
-        self._named = ""  # the last line of the member that is read
+        super().__init__(number)
+        self._members = [Traceback(number, HEADER)]  # until members come, that of the group itself
+        self._outer: list[Traceback] = []  # of groups that have members
+        self._closed = False
 
     def take(self, number: int, text: str) -> bool:
-        """Take a line; return whether it belongs to this traceback. A line's bar may be missing: it
-        looks like the prefix of some tools, which was removed.
+        """Take a line; return whether it belongs to this traceback. Python closes groups inside each
+        other by one line. Below it the next member of an outer group may come.
         """
-        bare = text.strip()
-        body = bare[2:] if bare.startswith("|") else text
-        ours = bare.startswith(("|", "+-")) or text.startswith("  File ")
-        if not ours and not (self._depth and (body == HEADER or _TYPED.match(body))):
+        if (member := self._MEMBER.match(text)) is not None:
+            self._closed = False
+            self._outer += [self._members.pop()] if member["first"] else []
+            self._members.append(Traceback(number, HEADER))
+            self.done = len(self._members + self._outer) > KEPT
+        elif self._closed:
             self.done = True
             return False
-        if not self._depth and not bare.startswith("+-"):
-            return super().take(number, body)
-        self._keep(text)
+        elif self._CLOSED.match(text) is not None:
+            self._closed = True
+        elif not self._members[-1].take_member(number, text, self.BAR.match(text)):
+            self.stray += 1
+            self.done = self.stray > STRAY
+            return False
         self.last = number
-        if bare.startswith("+-"):
-            self._members += [self._named] if self._named else []
-            self._named = ""
-        elif _TYPED.match(body):
-            self._named = body
-        if bare.startswith("+-+"):
-            if not self._depth and any("(1 sub-exception)" in line for line in self._lines):
-                self._only = Traceback(number, HEADER)
-            self._depth += 1
-        elif bare.startswith("+-"):
-            self._depth -= not bare.strip("+-")
-            self.done = self._depth <= 0
-        elif self._only is not None and body != HEADER:
-            self._only.take(number, body)
         return True
 
-    def error(self) -> Raised | None:
-        """Return the exception: of several members, the group, with their words in its message."""
-        only = self._only.error() if self._only is not None else None
-        error = super().error()
-        if only is not None or error is None or not self._members:
-            return only or error
-        return msgspec.structs.replace(
-            error, message=f"{error.message}: {'; '.join(self._members)}"
-        )
+    def errors(self) -> list[Raised]:
+        """Return the exceptions of the innermost members, and those before a group: where some speak
+        of no other rank, these. The group itself where no member is shown.
+        """
+        members = [one.error() for one in self._members]
+        alone = [one.error() for one in self._outer[-1:] if not any(members)]
+        shown = (*(one.begun_by for one in self._outer), *members, *alone)
+        errors = [one for one in shown if one is not None]
+        return [one for one in errors if not classify.is_consequence(one)] or errors
 
 
 class Crash(Block):

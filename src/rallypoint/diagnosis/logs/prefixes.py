@@ -28,7 +28,7 @@ _CARRIERS = re.compile(
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
     r"|> (?=\S|  |$)"  # a quotation
     # the column of a summary
-    r"| {1,40}\| (?=\[rank\d+\]: |Traceback \(|  File |(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
+    r"| {0,40}\| (?=\[rank\d+\]: )"
     # the marks of a page
     r"|[`*_#]{1,8} ?(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): |\[[\w,:.-]{1,60}\](?:<std|: ))"
     r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
@@ -156,7 +156,8 @@ class Prefixes:
         prefix = found["prefix"] if found is not None else _FRAMES.split(said, maxsplit=1)[0]
         prefix = re.sub(r"\[rank\d+\]: ?$", "", prefix)  # torch's own, which names the speaker
         form = re.sub(r"\d+", r"\\d+", re.escape(prefix))
-        if not prefix.strip() or len(prefix) > LONGEST_PREFIX:
+        # a bar alone stands before a member of an exception group
+        if not prefix.strip(" |") or len(prefix) > LONGEST_PREFIX:
             return
         if found is None and "Traceback" in said:
             self._head = form

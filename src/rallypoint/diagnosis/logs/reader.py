@@ -93,6 +93,9 @@ _SPOKEN = "\0spoken by "  # the same for a process's lines of unknown words
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
+_Open = Traceback | GroupTraceback | Message | Crash | Table
+
+
 class Reader:
     """Findings of one log, as they grow.
 
@@ -107,7 +110,7 @@ class Reader:
         self._sifter.attentive = True
         self._first_lines = BEGINNING  # that are still to come
         self._prefixes = prefixes.Prefixes()
-        self._open: dict[str, tuple[Speaker, Traceback | Message | Crash | Table]] = {}
+        self._open: dict[str, tuple[Speaker, _Open]] = {}
         self._seen: list[Sighting] = []
         self._same: dict[object, int] = {}
         self._ranks = {speaker.rank}
@@ -241,9 +244,8 @@ class Reader:
             self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
 
     def _begin_traceback(self, number: int, speaker: Speaker, text: str, at: int) -> None:
-        if text.strip() == GroupTraceback.HEADER:
-            self._begin(speaker, GroupTraceback(number))
-            return
+        group = GroupTraceback.HEAD.search(text[:at])
+        at = group.start() if group is not None else at
         before = text[:at].strip()
         if before and not before.startswith(("Original", "Remote")):
             speaker, words = prefixes.before_traceback(text[:at], speaker)
@@ -252,7 +254,8 @@ class Reader:
                 self._read_line(number, speaker, words)
             text = HEADER
         ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
-        block = Traceback(number, text, ignored=ignored)
+        block = GroupTraceback(number) if group else Traceback(number, text)
+        block.ignored = ignored
         if self._spawned[0] == number - 1:
             block.rank = self._spawned[1]
         self._begin(speaker, block)
@@ -261,6 +264,7 @@ class Reader:
         """Open what a line begins that has the form of an exception's last, or tells a cause. A
         program that does not compile has no traceback, but its place before that.
         """
+        text = GroupTraceback.BAR.sub("", text)
         # A log may be one exception, and be indented as a whole.
         named = schedulers.exception(text.lstrip() if number == 1 else text)
         if named is None:
@@ -274,7 +278,7 @@ class Reader:
                 return Message(line.number, kind, message, found[1])
         return Traceback.of_gathered(number, kind, message) or Message(number, kind, message)
 
-    def _begin(self, speaker: Speaker, block: Traceback | Message | Crash | Table) -> None:
+    def _begin(self, speaker: Speaker, block: _Open) -> None:
         if speaker.name in self._open:
             self._settle(speaker.name)
         self._open[speaker.name] = (speaker, block)
@@ -282,21 +286,25 @@ class Reader:
     def _settle(self, name: str) -> None:
         """Note what a block tells that is at its end."""
         speaker, block = self._open.pop(name)
-        if not isinstance(block, Traceback | Message | Crash):
+        if isinstance(block, Table):
             for sighting in block.sightings(speaker, self._log):
                 self._see(sighting)
             return
-        error = block.error()
         place = Place(self._log, block.start, block.last)
         if isinstance(block, Crash):
-            self._crashed(speaker, place, block, error)
-        elif error is not None and not block.ignored:
-            who = of_rank(block.rank) if block.rank >= 0 and speaker.rank < 0 else speaker
-            # Where an exception counts ranks, all raise it, whichever began: these did.
-            teller = NOBODY if block.ranks else who
+            self._crashed(speaker, place, block, block.error())
+            return
+        if block.rank >= 0:  # a group may begin below
+            self._spawned = (block.last, block.rank)
+        who = of_rank(block.rank) if block.rank >= 0 and speaker.rank < 0 else speaker
+        # Where an exception counts ranks, all raise it, whichever began: these did.
+        teller = NOBODY if block.ranks else who
+        shown = block.errors() if isinstance(block, GroupTraceback) else [block.error()]
+        errors = [one for one in shown if one is not None and not block.ignored]
+        for error in errors:
             self._raised(Sighting(Sign.RAISED, place, teller, error=error, ranks=block.ranks))
-            for _ in range(block.stray):
-                self._count_line(speaker.name)
+        for _ in range(block.stray if errors else 0):
+            self._count_line(speaker.name)
 
     def _raised(self, sighting: Sighting) -> None:
         error, speaker = sighting.error, sighting.speaker

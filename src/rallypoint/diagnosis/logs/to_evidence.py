@@ -224,11 +224,12 @@ class _Log:
 
     def _attributed(self, groups: Sequence[Sequence[Sighting]]) -> tuple[list[int], str]:
         """Return the ranks that failed by the launcher's word and show no error that ended them,
-        when there is one nameless error for them. Where others have no name either, the one that the
-        launcher says was the first: it may be another's, as ranks may end in any order. Also return
-        what speaks against it.
+        when there is one nameless error for them, or one exception group. Where others have no
+        name either, the one that the launcher says was the first: it may be another's, as ranks may
+        end in any order. Also return what speaks against it.
         """
-        if sum(all(_rank(s) < 0 for s in one) for one in groups) != 1:
+        # members of one exception group have its place
+        if len({one[0].place for one in groups if all(_rank(s) < 0 for s in one)}) != 1:
             return [], self._unprefixed()
         failed = [s.end for s in self._ends if s.end.code and s.end.rank not in self._spoke]
         doubt = ""
