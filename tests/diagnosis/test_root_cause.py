@@ -1896,6 +1896,17 @@ HISTORIES = [
         "rank 0 waited in all_reduce until the timeout; rank 1 never came",
         "likely",
     ),
+    History(  # more time would not help
+        "the-missing-rank-was-stopped",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", phase="running"),
+            rank(1, halted_by="stopped (SIGSTOP)"),
+        ),
+        "ranks-missing",
+        (1,),
+        "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
     # Either may be the odd one. With both errors it is one mismatch all the same.
     History(
         "two-ranks-in-different-calls",

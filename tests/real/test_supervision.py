@@ -586,7 +586,9 @@ def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_r
     )
     result = run_job(["-n", "3", "--on-failure", "continue", str(program)], state=tmp_path)
     assert (result.rc, result.codes) == (137, ["rank-killed"]), result.everything
-    assert "followed rank 1: all_reduce: " in result.err, result.everything
+    # Where the others' ends are read before that of rank 1, they stand in its report.
+    told = ("followed rank 1: all_reduce: ", "ranks 0 and 2 lost the connection to a peer")
+    assert any(words in result.err for words in told), result.everything
     kept = json.loads((result.run_dir / "report.json").read_bytes())
     assert [report["code"] for report in kept] == ["rank-killed"]
 

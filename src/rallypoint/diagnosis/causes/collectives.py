@@ -48,12 +48,13 @@ def missing(
             "dist.init_process_group(timeout=timedelta(hours=1))",
         ),
     ]
-    if any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
+    if any(rank.halted_by for rank in case.ranks):
+        del helps[1]  # no time is enough
+    elif any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
         broken = "use a pool that raises BrokenProcessPool when it loses a process"
         helps = [Help(broken, "concurrent.futures.ProcessPoolExecutor()")]
-    came = "never came"
-    if late:
-        came = "came too late" if late.keys() >= by_rank.keys() else "did not come in time"
+    came = "did not come in time" if late else "never came"
+    came = "came too late" if late.keys() >= by_rank.keys() else came
     return account(
         case,
         "ranks-missing",
