@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import rallypoint
+
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("without_torch")]
 
 
@@ -303,6 +305,17 @@ def test_a_result_that_cannot_be_told_is_not_none(tmp_path: Path) -> None:
         """,
     )
     assert said == "True 1\n"
+
+
+def test_a_working_directory_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(rallypoint.UsageError, match="removed"):
+        rallypoint.launch(int)
 
 
 def test_runs_of_failed_calls_are_removed_as_others_and_latest_leads_somewhere(

@@ -169,6 +169,7 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
     import secrets
 
     from rallypoint.host import devices, ports
+    from rallypoint.host.processes import working_folder
     from rallypoint.launcher.plan import Machine
     from rallypoint.record.run_folder import default_root
 
@@ -188,20 +189,9 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
         torch=torch_version.torch_version(),
         now=datetime.datetime.now(),
         suffix=secrets.token_hex(8),
-        cwd=_working_folder(),
+        cwd=working_folder(),
         runs=default_root(environ),
     )
-
-
-def _working_folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise UsageError(
-            "usage",
-            "the folder that you are in has been removed",
-            help=(("go to one that exists", "cd ~"),),
-        ) from None
 
 
 def _interfaces() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from rallypoint.errors import EnvironmentProblem
+from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host import memory_files, process_status, system_calls
 from rallypoint.host.process_status import ProcessStatus
 
@@ -313,3 +313,15 @@ def close_others(keep: Iterable[int]) -> None:
         if int(name) not in kept:
             with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                 os.close(int(name))
+
+
+def working_folder() -> str:
+    """Return the working directory. Raises UsageError when it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "usage",
+            "the working directory has been removed",
+            help=(("go to one that exists", "cd ~"),),
+        ) from None

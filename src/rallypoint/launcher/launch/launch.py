@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 from rallypoint.host.fd_passing import OwnedFds
+from rallypoint.host.processes import working_folder
 from rallypoint.launcher import nested_launch
 from rallypoint.launcher.launch import agent_pool
 from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, threads_of_a_rank
@@ -108,7 +109,7 @@ def launch(
         whole, part = _times(timeout, grace)
         group_timeout = _seconds("backend_timeout", backend_timeout)
         ports = _ports(port_range)
-        folder = os.getcwd()  # FileNotFoundError when it was removed
+        folder = working_folder()
         environment = environment_of_ranks(env, nproc)
         nodes, listener = b"", OwnedFds()
         if nnodes > 1 and engine == "local":
