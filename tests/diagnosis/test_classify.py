@@ -421,13 +421,40 @@ def test_which_store_broke_the_connection() -> None:
             False,
         ),
         (("paramiko/transport.py",), "", False),
+        (
+            (
+                "torch/multiprocessing/spawn.py",
+                "torch/serialization.py",
+                "torch/_weights_only_unpickler.py",
+            ),
+            "",
+            True,
+        ),
+        (
+            (
+                "/usr/lib/python3.11/multiprocessing/process.py",
+                "torch/serialization.py",
+                "torch/_weights_only_unpickler.py",
+            ),
+            "",
+            True,
+        ),
+        (
+            ("/usr/lib/python3.11/multiprocessing/process.py", "torch/serialization.py"),
+            "Ran out of input",
+            True,
+        ),
+        (("/usr/lib/python3.11/multiprocessing/spawn.py",), "Ran out of input", False),
+        (("torch/multiprocessing/queue.py",), "Ran out of input", False),
+        ((), "", False),
     ],
 )
 def test_the_end_of_a_file_that_is_unpickled_speaks_of_no_peer(
     files: tuple[str, ...], message: str, own: bool
 ) -> None:
     """`torch.load` of an empty checkpoint was likely the loss of another rank: since torch 2.6 it
-    reads with an unpickler of its own, which raises an EOFError without words.
+    reads with an unpickler of its own, which raises an EOFError without words. In a child of
+    `multiprocessing` it still was, for the frames above all that a child does.
     """
     frames = tuple(Frame(os.path.join("/venv/site-packages", file), 9, "load") for file in files)
     error = Raised("EOFError", message, (Frame("/home/ada/train.py", 4, "main"), *frames), "")

@@ -109,11 +109,13 @@ def _cuda_unknown_at_start(error: Raised) -> bool:
 
 
 def _file_ended(error: Raised) -> bool:
-    """Tell whether a file ended that was unpickled, and no pipe to a process."""
-    last = error.frames[-1].file if error.frames else ""
-    if _UNPICKLERS.search(last):
-        return not (error.message or _through(error, _PIPES))
-    return bool(last) and not _PIPES.search(last) and error.message == "Ran out of input"
+    """Tell whether a file ended that was unpickled, and no pipe to a process. The function that
+    called the unpickler tells it: others of `multiprocessing` stand above all that a child does.
+    """
+    files = [frame.file for frame in error.frames]
+    readers = [file for file in files if not _UNPICKLERS.search(file)]
+    words = "Ran out of input" if files[-1:] == readers[-1:] else ""
+    return bool(readers) and not _PIPES.search(readers[-1]) and error.message == words
 
 
 def _of_ray(error: Raised) -> bool:
