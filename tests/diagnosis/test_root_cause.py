@@ -60,6 +60,12 @@ BROADCAST = (
     Frame("/home/ada/exp/train.py", 93, "train_step", "dist.broadcast(x, 0)"),
     Frame(f"{TORCH}/distributed_c10d.py", 2700, "broadcast", "work.wait()"),
 )
+RECEIVING = (
+    MAIN,
+    Frame("/home/ada/exp/train.py", 55, "next_stage", "dist.recv(x, 0)"),
+    Frame(f"{TORCH}/c10d_logger.py", 83, "wrapper"),
+    Frame(f"{TORCH}/distributed_c10d.py", 2700, "recv", "work.wait()"),
+)
 LOADING = (MAIN, Frame("/home/ada/exp/data.py", 12, "build_index", "time.sleep(60)"))
 
 
@@ -2073,6 +2079,30 @@ HISTORIES = [
         "ranks-missing",
         (2,),
         "ranks 0-1 waited in a collective until the timeout; rank 2 came too late",
+        "likely",
+    ),
+    # It lost the others when they had given up, in a call in which it had been all the time.
+    History(
+        "a-rank-that-monitored-barrier-names-was-in-another-call",
+        job(
+            waited(
+                0,
+                "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 2000 ms",
+                call="monitored_barrier",
+                phase="running",
+            ),
+            waited(1, TIME_IS_UP, call="monitored_barrier", phase="running"),
+            rank(
+                2,
+                1,
+                raised=raised("RuntimeError", CLOSED, RECEIVING, at=4.05),
+                order=2,
+                at=4.3,
+            ),
+        ),
+        "ranks-missing",
+        (2,),
+        "ranks 0-1 waited in monitored_barrier until the timeout; rank 2 never came",
         "likely",
     ),
     # A rank in recv(), and one that tries another group now and then.

@@ -225,14 +225,14 @@ def _named_as_missing(scene: Scene) -> Report | None:
     """
     for _, error in scene.waited:
         numbers = classify.not_at_barrier(error.message)
-        # A named rank may have come later, and lost the connection to ranks that had left.
         lost = [v for v in scene.hurt if v.kind is Kind.LOST and v.rank.rank in numbers]
-        late = {v.rank.rank: moment(v) - error.at for v in lost if moment(v) >= error.at}
+        late, elsewhere = late_ranks.named(lost, error)
         scene = scene._replace(late=late | scene.late)
-        missing = [v for v in _absent(scene, joining=True) if v.rank.rank in numbers]
+        absent = [v for v in _absent(scene, joining=True) if v.rank.rank in numbers]
+        missing = {v.rank.rank: v for v in (*absent, *elsewhere)}
         if missing and scene.job.world_size == len(scene.verdicts):
-            others = [v for v in scene.verdicts if v.kind in HURT and v not in missing]
-            return _missing(scene, missing, others, error)
+            others = [v for v in scene.verdicts if v.kind in HURT and v.rank.rank not in missing]
+            return _missing(scene, [*missing.values()], others, error)
     return None
 
 

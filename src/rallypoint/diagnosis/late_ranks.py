@@ -42,6 +42,28 @@ def late(
     return {rank: after for rank, after in found.items() if after > slack}
 
 
+def named(lost: Iterable[Verdict], error: Raised) -> tuple[dict[int, float], list[Verdict]]:
+    """Return, of ranks that monitored_barrier names in `error`, and that lost the others after it:
+    by rank, how many seconds after it each came, and the ranks that never came. These lost the
+    others in another call, in which they had been all the time, and have its stack.
+    """
+    late: dict[int, float] = {}
+    elsewhere: list[Verdict] = []
+    here = ("", _left(error) or "monitored_barrier")
+    for verdict in lost:
+        own, after = verdict.error, moment(verdict) - error.at
+        if after >= 0 and own is not None and _left(own) not in here:
+            elsewhere.append(replace(verdict, rank=replace(verdict.rank, stack=own.frames)))
+        elif after >= 0:
+            late[verdict.rank.rank] = after
+    return late, elsewhere
+
+
+def _left(error: Raised) -> str:
+    """Return the call of a library's that an error left, "" when it is not known."""
+    return call_of(error) or stacks.called(error.frames)
+
+
 def stood(verdict: Verdict, calls: set[str]) -> Verdict:
     """Return the verdict of a late rank, with its stack from when the others gave up. That stack
     may be missing, or be from after the error was caught: then it is the call's stack.

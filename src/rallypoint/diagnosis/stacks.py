@@ -249,6 +249,11 @@ def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
     return None
 
 
+def in_distributed(frames: tuple[Frame, ...]) -> bool:
+    """Tell whether a stack ends in torch.distributed, where a rank waits for others."""
+    return bool(frames) and "/torch/distributed/" in frames[-1].file
+
+
 def leaves_collective(frames: tuple[Frame, ...]) -> bool:
     """Tell whether an exception is on its way out of a collective: torch logs it there."""
     inner = [frame.file for frame in frames if "/torch/distributed/" in frame.file]

@@ -34,9 +34,8 @@ def missing(
     """
     call = error.call or ("init_process_group" if waiters[0].phase == "joining" else "a collective")
     by_rank = {rank.rank: rank for rank in case.ranks}
-    root = case.root
     places = [
-        (group.ranks, stacks.place(group.frames, root) or phase_of(by_rank[group.ranks[0]]))
+        (group.ranks, stacks.place(group.frames, case.root) or phase_of(by_rank[group.ranks[0]]))
         for group in stacks.group({rank.rank: rank.stack for rank in case.ranks})
     ]
     lines = [f"{ranks_phrase(ranks)}: {place or NOT_KNOWN}" for ranks, place in places]
@@ -48,7 +47,8 @@ def missing(
             "dist.init_process_group(timeout=timedelta(hours=1))",
         ),
     ]
-    if any(rank.halted_by for rank in case.ranks):
+    wait_too = not late and all(stacks.in_distributed(rank.stack) for rank in case.ranks)
+    if wait_too or any(rank.halted_by for rank in case.ranks):
         del helps[1]  # no time is enough
     elif any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
         broken = "use a pool that raises BrokenProcessPool when it loses a process"
