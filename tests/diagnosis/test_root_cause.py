@@ -66,6 +66,15 @@ RECEIVING = (
     Frame(f"{TORCH}/c10d_logger.py", 83, "wrapper"),
     Frame(f"{TORCH}/distributed_c10d.py", 2700, "recv", "work.wait()"),
 )
+BARRIER = (MAIN, Frame(f"{TORCH}/distributed_c10d.py", 5120, "barrier", "work.wait()"))
+BACKWARD = (
+    MAIN,
+    Frame("/home/ada/exp/train.py", 85, "train_step", "loss.backward()"),
+    Frame("/venv/lib/python3.11/site-packages/torch/_tensor.py", 627, "backward"),
+    Frame(
+        "/venv/lib/python3.11/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward"
+    ),
+)
 LOADING = (MAIN, Frame("/home/ada/exp/data.py", 12, "build_index", "time.sleep(60)"))
 
 
@@ -104,10 +113,12 @@ def lost(
     order: int = 1,
     at: float = 1.5,
     message: str = CLOSED,
+    frames: tuple[Frame, ...] = ALL_REDUCE,
+    call: str = "all_reduce",
     **more: Any,
 ) -> RankEvidence:
     """A rank that a lost connection ended, as an uncaught exception."""
-    error = raised("RuntimeError", message, ALL_REDUCE, at=at, call="all_reduce")
+    error = raised("RuntimeError", message, frames, at=at, call=call)
     return rank(number, code, order=order, at=at, raised=error, said_traceback=True, **more)
 
 
@@ -141,8 +152,8 @@ def waited(
     message: str = "wait timeout after 4000ms, keys: /default_pg/0//cpu//0/0",
     **more: Any,
 ) -> RankEvidence:
-    call = more.pop("call", "init_process_group")
-    error = raised("torch.distributed.DistStoreError", message, (MAIN,), at=4.0, call=call)
+    call, frames = more.pop("call", "init_process_group"), more.pop("frames", (MAIN,))
+    error = raised("torch.distributed.DistStoreError", message, frames, at=4.0, call=call)
     return rank(
         number,
         1,
@@ -1900,6 +1911,48 @@ HISTORIES = [
         "ranks-missing",
         (1,),
         "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
+    History(  # rank 0 alone is in a barrier
+        "a-barrier-beside-ddps-backward",
+        job(
+            waited(0, TIME_IS_UP, call="barrier", phase="running", frames=BARRIER),
+            waited(1, TIME_IS_UP, call="", phase="running", frames=BACKWARD),
+            lost(2, frames=BACKWARD, call="", at=4.01, order=0),
+        ),
+        "collective-mismatch",
+        (0, 1, 2),
+        "the ranks waited for each other in different collectives, barrier and backward(), until the timeout",
+        "likely",
+    ),
+    History(  # of a DTensor
+        "a-norm-of-gradients-beside-a-forward",
+        job(
+            waited(
+                0,
+                TIME_IS_UP,
+                call="",
+                phase="running",
+                frames=(
+                    MAIN,
+                    Frame(
+                        "/venv/lib/python3.11/site-packages/torch/nn/utils/clip_grad.py",
+                        41,
+                        "_no_grad_wrapper",
+                    ),
+                    Frame(
+                        "/venv/lib/python3.11/site-packages/torch/nn/utils/clip_grad.py",
+                        230,
+                        "clip_grad_norm_",
+                    ),
+                    Frame(f"{TORCH}/_functional_collectives.py", 142, "wait_tensor"),
+                ),
+            ),
+            lost(1, frames=BARRIER, call="barrier", at=4.01),
+        ),
+        "collective-mismatch",
+        (0, 1),
+        "the ranks waited for each other in different collectives, torch's clip_grad_norm_() and barrier, until the timeout",
         "likely",
     ),
     History(  # more time would not help

@@ -288,12 +288,12 @@ def _waited_alone(scene: Scene) -> Report | None:
 
 def _all_waited(scene: Scene) -> Report | None:
     """Tell of ranks that were all in collectives of the same name until the timeout."""
-    calls = {error.call for _, error in scene.waited} - {"", "init_process_group"}
+    call, *others = {late_ranks.call_of(error) for _, error in scene.waited} or {""}
     every = len(scene.waited) == len(scene.verdicts) == scene.job.world_size > 1
-    if not every or len(calls) != 1 or scene.job.log is not None:
+    if others or not every or call in ("", "init_process_group") or scene.job.log is not None:
         return None
     case = scene.case([v for v, _ in scene.waited], "possible")
-    return collectives.all_waited(case, calls.pop(), scene.waited[0][1])
+    return collectives.all_waited(case, call, scene.waited[0][1])
 
 
 _TOGETHER = (
@@ -348,14 +348,15 @@ def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame
     """
     found: dict[int, tuple[str, Frame]] = {}
     for verdict in verdicts:
-        rank = verdict.rank
+        rank, kind = verdict.rank, verdict.kind
         frames = rank.stack if rank.ended is None else ()
         if verdict.error is not None:
             frames = verdict.error.frames
-        call, own = stacks.collective(frames), stacks.own_frame(frames)
-        if call is None or own is None or stacks.library(own):
+        inside, own = stacks.collective(frames), stacks.own_frame(frames)
+        call = inside[0] if inside else stacks.waited_in(frames) if kind in HURT else ""
+        if not call or own is None or stacks.library(own):
             return {}
-        found[rank.rank] = call[0], own
+        found[rank.rank] = call, own
     return found if len({name for name, _ in found.values()}) > 1 else {}
 
 

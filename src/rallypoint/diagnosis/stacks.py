@@ -67,6 +67,7 @@ _DISTRIBUTED = re.compile(
     r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|utils)\.py$"
 )
 _DDP = re.compile(r"(^|/)torch/nn/parallel/distributed\.py$")
+_PRIVATE = re.compile(r"_[^_]")  # `_call_impl`, `_wrapper`
 _BACKWARD = re.compile(r"(^|/)torch/(_tensor|autograd/(__init__|graph))\.py$")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 _POOL = re.compile(r"(^|/)multiprocessing/pool\.py$")
@@ -271,6 +272,15 @@ def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
     return "backward()" if back else ""
 
 
+def waited_in(frames: tuple[Frame, ...]) -> str:
+    """Return the call that an error about other ranks left: as `waits_in_ddp`, or a call of torch
+    that makes collectives inside, such as "torch's clip_grad_norm_()" of DTensors.
+    """
+    inner = frames[own_index(frames) + 1 :]
+    inside = any("/torch/distributed/" in frame.file for frame in inner)
+    return waits_in_ddp(frames) or (called(frames) if inside else "")
+
+
 def waits_in_pool(frames: tuple[Frame, ...]) -> bool:
     """Tell whether a stack is in a call of `multiprocessing.Pool`."""
     return any(_POOL.search(frame.file) for frame in frames)
@@ -283,7 +293,7 @@ def called(frames: tuple[Frame, ...]) -> str:
     found, inner = collective(frames), _below(frames)
     if found is not None or not inner:
         return found[0] if found is not None else ""
-    frame = inner[0]
+    frame = next((one for one in inner if not _PRIVATE.match(one.function)), inner[0])
     function, module = frame.function, library(frame)
     if function == "<module>" and module:
         return f"the import of {module}"
