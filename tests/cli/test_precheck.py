@@ -135,6 +135,9 @@ def test_a_module_of_elsewhere_given_as_a_script(
         ("python3 train.py --lr 1", "train.py --lr 1"),
         ("python -u train.py -m x", "train.py -m x"),
         ("python -u -OO -m package.train", "-m package.train"),
+        ("python -W ignore train.py", "train.py"),
+        ("python -uW error::UserWarning -X dev -Ximporttime=2 train.py -W x", "train.py -W x"),
+        ("python -Wignore -m package.train", "-m package.train"),
         ("python -c print(1)", "FILE.py"),
         ("accelerate launch train.py", "train.py"),
         (

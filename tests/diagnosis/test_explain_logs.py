@@ -1324,6 +1324,7 @@ def test_what_argparse_said_stands_in_the_headline() -> None:
         ("/state/runs/a b/rank1.log:7", "rallypoint show '/state/runs/a b'"),
         ("/state/runs/a1", "rallypoint show /state/runs/a1"),
         ("node7:/state/runs/a1/rank1.log:7", "rallypoint show"),  # of another machine
+        ("/builds/p/train.log:40", "rallypoint show"),  # by `rallypoint explain train.log`
     ],
 )
 def test_a_report_of_ours_in_a_log_leads_to_its_own_run(logs: str, command: str) -> None:

@@ -90,7 +90,7 @@ def is_python(word: str) -> bool:
     return os.path.basename(word).startswith("python")
 
 
-_PYTHON_FLAG = re.compile(r"-(?!m$|c$)[A-Za-z]+")
+_PYTHON_FLAG = re.compile(r"-(?!m$|c$)(?=\w)[^\WWX]*(?:[WX](?P<value>.*))?")
 
 
 def without_launchers(words: Sequence[str]) -> list[str]:
@@ -99,8 +99,8 @@ def without_launchers(words: Sequence[str]) -> list[str]:
     while rest:
         if is_python(rest[0]):
             del rest[0]
-            while rest and _PYTHON_FLAG.fullmatch(rest[0]):
-                del rest[0]
+            while rest and (flag := _PYTHON_FLAG.fullmatch(rest[0])) is not None:
+                del rest[: 1 + (flag["value"] == "")]  # the value of -W and -X may be the next word
         elif rest[0] == "-m" and rest[1:2] and rest[1] in LAUNCHERS:
             del rest[:2]
         elif os.path.basename(rest[0]) in LAUNCHERS:

@@ -46,8 +46,12 @@ NO_EXCEPTION = "terminate called without an active exception"
 REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
 """The headline of a report of rallypoint's own."""
 
-FOLDER = re.compile(r"^  logs +(/\S.*?)(?:/rank\d+\.log(?::\d+)?)?$")
-"""The `logs` line of rallypoint's own report. Group 1: the run folder."""
+FOLDER = re.compile(
+    r"^  logs (?=.*/rank\d+\.log:\d+$|(?!.*:\d+$)) *(/\S.*?)(?:/rank\d+\.log(?::\d+)?)?$"
+)
+"""The run folder at the end of such a report, or the log of a rank in it. A line of another log is
+none: `rallypoint explain` wrote that.
+"""
 
 Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
 """The content of a line: its kind, the facts in it, the ranks that it names."""
