@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import traceback
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -325,6 +326,18 @@ def test_what_is_on_its_way(
     with contextlib.suppress(ValueError, SystemExit):
         program(seen)
     assert [type(one) for one in seen] == [ValueError if expected else type(None)]
+
+
+def test_what_a_program_runs_by_exec_stands_in_its_traceback() -> None:
+    """nanoGPT's configurator is such a text: of its error no line was left."""
+    with pytest.raises(AssertionError) as caught:
+        exec("steps = 10\nassert steps > 100")
+    text = exception_capture.traceback_text(caught.value)
+    assert 'File "<string>", line 2, in <module>' in text
+    exception_capture.strip(caught.value)
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][
+        -1
+    ] == "<module>"
 
 
 def test_a_function_that_was_typed_behind_c_is_the_programs() -> None:

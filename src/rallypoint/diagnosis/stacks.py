@@ -165,7 +165,7 @@ def hidden(frame: Frame) -> bool:
     importlib's, that of a first line.
     """
     if frame.file == _TYPED:
-        return frame.function == "<module>" or frame.function.startswith("__")
+        return frame.line == 1 and frame.function == "<module>"  # others are text for `exec`
     return bool(_OURS.search(frame.file) or _INTERPRETER.search(frame.file))
 
 

@@ -22,8 +22,7 @@ from rallypoint.errors import RallypointError
 from rallypoint.launcher import interruptions
 
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# the text of `python -c`: our own processes begin so, and people call `launch` from one
-_TYPED = "<string>"
+_TYPED = "<string>"  # the text of `python -c`, as our own processes begin, or of `exec`
 _RUNPY = "<frozen runpy>"  # a fresh `python -m` has it, too, but hides it
 SOURCE_LINE_MOST = 500  # characters of a source line: generated code has lines of a megabyte
 FRAMES_MOST = 60  # of one exception: a recursion has a thousand that say the same
@@ -34,12 +33,13 @@ SERIAL = "_rallypoint_serial"
 _WAIT = "_rallypoint_wait"  # and when the call that it left began, and ended
 
 
-def is_ours(filename: str, function: str = "<module>") -> bool:
+def is_ours(filename: str, function: str = "<module>", *, first: bool = True) -> bool:
     """Tell whether a code object is the launcher's: of its files, or the first line of one of its
     processes. A function with a name that was typed behind `-c` is the user's; those that
-    dataclasses write have names with underscores. As `stacks.hidden` has it."""
+    dataclasses write have names with underscores. `first`: no frame of the program stands before
+    it: a program may `exec` text. As `stacks.hidden` has it."""
     if filename == _TYPED:
-        return function == "<module>" or function.startswith("__")
+        return first and (function == "<module>" or function.startswith("__"))
     return filename.startswith(_OUR_FOLDER) or filename == _RUNPY
 
 
@@ -47,7 +47,8 @@ def without_ours(tb: TracebackType | None) -> TracebackType | None:
     """Return a traceback without our frames."""
     kept: list[TracebackType] = []
     while tb is not None:
-        if not is_ours(tb.tb_frame.f_code.co_filename, tb.tb_frame.f_code.co_name):
+        code = tb.tb_frame.f_code
+        if not is_ours(code.co_filename, code.co_name, first=not kept):
             kept.append(tb)
         tb = tb.tb_next
     following: TracebackType | None = None
@@ -189,9 +190,11 @@ def traceback_text(error: BaseException) -> str:
         while waiting:
             one = waiting.pop()
             if one is not None:
-                one.stack[:] = [
-                    frame for frame in one.stack if not is_ours(frame.filename, frame.name)
-                ]
+                kept: list[traceback.FrameSummary] = []
+                for frame in one.stack:
+                    if not is_ours(frame.filename, frame.name, first=not kept):
+                        kept.append(frame)
+                one.stack[:] = kept
                 waiting += [one.__cause__, one.__context__, *(one.exceptions or ())]
         return "".join(shown.format())
     except Exception as problem:
@@ -220,12 +223,8 @@ def sayable(text: str) -> str:
 
 
 def _frame(filename: str, line: int, function: str) -> Frame:
-    return Frame(
-        sayable(filename),
-        line,
-        sayable(function),
-        sayable(linecache.getline(filename, line).strip())[:SOURCE_LINE_MOST],
-    )
+    source = sayable(linecache.getline(filename, line).strip())[:SOURCE_LINE_MOST]
+    return Frame(sayable(filename), line, sayable(function), source)
 
 
 def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -355,11 +355,11 @@ def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
                 self, f: FrameType | None, t: TracebackType | None
             ) -> tuple[list[tuple[FrameType, int]], int]:
                 stack, index = super().get_stack(f, t)
-                shown = [
-                    (frame, line)
-                    for frame, line in stack
-                    if not exception_capture.is_ours(frame.f_code.co_filename, frame.f_code.co_name)
-                ]
+                shown: list[tuple[FrameType, int]] = []
+                for frame, line in stack:
+                    file, name = frame.f_code.co_filename, frame.f_code.co_name
+                    if not exception_capture.is_ours(file, name, first=not shown):
+                        shown.append((frame, line))
                 return shown, index - len(stack) + len(shown)
 
             def interaction(self, *args: Any, **kwargs: Any) -> None:
