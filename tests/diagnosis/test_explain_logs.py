@@ -160,6 +160,30 @@ def test_an_optional_module_that_is_not_there_is_no_cause() -> None:
     assert _told(OPTIONAL + steps + FAILED.format(1, 7))[0].code == "rank-raised"
 
 
+def test_an_import_that_failed_each_time_a_container_was_started_is_the_cause() -> None:
+    """The next start wrote as many lines as a program that does without the module."""
+    start = "".join(f"Collecting package-{i}\n" for i in range(160))
+    (report,) = _told(3 * (start + OPTIONAL) + start)
+    assert (report.code, report.confidence) == ("rank-raised", "possible")
+    assert report.logs == ("train.log:491",)
+
+
+def test_only_lines_of_its_own_process_show_that_it_did_without_a_module() -> None:
+    """Neither those of other ranks, nor those of other logs."""
+    steps = [f"step {i} loss 0.{i}\n" for i in range(80)]
+    note = "".join(f"wandb: note {'abcdefghijklmnopq'[:i]}\n" for i in range(1, 17))
+    logs = {f"rank{i}.log": "".join(steps) for i in range(3)} | {"rank3.log": OPTIONAL + note}
+    found = [
+        Reader(name, prefixes.of_file(name)).read([text.encode()]) for name, text in logs.items()
+    ]
+    assert diagnose(together(found))[0].ranks == (3,)
+    of_rank = "".join(f"[rank3]: {line}\n" for line in (OPTIONAL + note).splitlines())
+    others = "".join(f"[rank{i}]: {step}" for i in range(3) for step in steps)
+    assert _told(of_rank + others)[0].ranks == (3,)
+    worked = "".join(f"[rank3]: {step}" for step in 2 * steps)
+    assert _told(of_rank + others + worked)[0].code == "cause-unknown"
+
+
 def test_a_consequence_before_its_cause_stays_one() -> None:
     lost = (
         '[rank0]: Traceback (most recent call last):\n[rank0]:   File "t.py", line 5, in main\n'

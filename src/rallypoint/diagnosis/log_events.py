@@ -116,6 +116,8 @@ class Sighting(msgspec.Struct, frozen=True):
     ] = ()  # that the words name: both ranks of a shared GPU, the tasks that Slurm lists
     went_on: bool = False  # the same process went on for long: it was handled
     followed: bool = False  # the same process said something after it, and the log ends soon after
+    # how many times the same process wrote so much after it that it did without what failed
+    did_without: int = 0
 
     @property
     def has_error(self) -> bool:

@@ -58,8 +58,6 @@ from rallypoint.world import ranks_phrase
 MOST_REPORTS = 3
 # lines after the word that SIGTERM ended a process: a script that goes on ended a helper of its own
 MOST_AFTER = 3
-# lines after an import that failed: more than scripts and libraries write at the end of a job
-LONG_AFTER = 150
 # Seconds between a rank's last words and its exit from which on they are no account of that exit: a
 # program that prints a traceback to leave with needs milliseconds.
 LINGERED = 0.5
@@ -505,10 +503,11 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
 
 
 def _was_optional(verdict: Verdict, log: Findings) -> bool:
-    """Tell whether more than LONG_AFTER lines follow an import that failed."""
-    kind = verdict.error.type if verdict.error is not None else ""
-    after = log.lines - verdict.rank.order
-    return kind in ("ImportError", "ModuleNotFoundError") and after > LONG_AFTER
+    """Tell whether the process did without a module that it could not import. Where the import
+    failed again so long after that, the program was started again.
+    """
+    place = (verdict.rank.log, verdict.rank.order)
+    return any(s.did_without == 1 and (s.place.log, s.place.line) == place for s in log.sightings)
 
 
 def _stops(log: Findings) -> list[Sighting]:

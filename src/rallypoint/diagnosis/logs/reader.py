@@ -58,6 +58,11 @@ WENT_ON = 12
 handlers and notes write a few.
 """
 
+LONG_AFTER = 150
+"""Lines that the same process wrote after an import that failed until it did without the module:
+more than scripts and libraries write at the end of a job.
+"""
+
 NCCL_INFO = "NCCL INFO"
 """Words in a line of NCCL's own, which does not show that the program went on."""
 
@@ -89,6 +94,7 @@ _LAUNCHERS = re.compile(
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"
 _PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
 _SHELL = "\0the shell"  # the name under which a shell's words are watched
+_LONG = "\0long after an import of "  # the same for its imports that failed
 _SPOKEN = "\0spoken by "  # the same for a process's lines of unknown words
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -324,6 +330,8 @@ class Reader:
                 # A process that raises another error has handled the one before.
                 self._count_line(speaker.name, WENT_ON)
             self._watch(speaker.name, speaker.mark, number)
+            if error.type in ("ImportError", "ModuleNotFoundError"):
+                self._watch(_LONG + speaker.name, speaker.mark, number)
 
     def _crashed(self, speaker: Speaker, place: Place, block: Crash, error: Raised | None) -> None:
         if error is not None:
@@ -457,17 +465,20 @@ class Reader:
             self._add(name, sum(mark in body and NCCL_INFO.encode() not in body for body in passed))
 
     def _count_line(self, name: str, count: int = 1) -> None:
-        for one in (name, _SPOKEN + name, _SHELL):
+        for one in (name, _SPOKEN + name, _LONG + name, _SHELL):
             self._add(one, count)
 
     def _add(self, name: str, count: int) -> None:
         mark, which, since = self._watched.get(name, (b"", [], 0))
-        if since + count <= WENT_ON and which:
+        long = name.startswith(_LONG)
+        if since + count <= (LONG_AFTER if long else WENT_ON) and which:
             self._watched[name] = (mark, which, since + count)
             return
         self._watched.pop(name, None)
         for number in which:
-            self._seen[number] = msgspec.structs.replace(self._seen[number], went_on=True)
+            times = self._seen[number].did_without + long
+            went_on = {"went_on": True, "did_without": times}
+            self._seen[number] = msgspec.structs.replace(self._seen[number], **went_on)
 
 
 _BLOCKS: tuple[type[Crash | Summary | MpiExit | Stall], ...] = (Crash, Summary, MpiExit, Stall)

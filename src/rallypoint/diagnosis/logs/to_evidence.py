@@ -169,7 +169,8 @@ class _Log:
         merged = _absorbed(list(groups.values()))
         for group in merged:
             yield from self._of_group(group, merged)
-        for sighting in self._handled[-1:]:
+        handled = [s for s in self._handled if s.did_without != 1] or self._handled
+        for sighting in handled[-1:]:
             yield from self._of_one(sighting, went_on=True)
         for sighting in self._errors:
             if sighting not in self._own and not _is_dump(sighting):
