@@ -1149,6 +1149,7 @@ REFUSED = (
     ('docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].', "docker did not start the container: "),
     ("FATAL:   could not open image /data/train.sif: no such file or directory", "Apptainer did not start the container: could not open"),
     ("slurmstepd: error: pyxis:     [ERROR] URL https://r.example/auth returned error code: 401 Unauthorized", "pyxis did not start the container: "),
+    ("slurmstepd-n1: error: pyxis: couldn't start container", "pyxis did not start the container: "),
     ("ssh: connect to host node2 port 22: No route to host", "ssh did not reach node2: No route"),
     ("root@node2: Permission denied (publickey,password).", "ssh could not log in: "),
     ("Host key verification failed.", "ssh did not connect: "),
@@ -1172,6 +1173,9 @@ def test_a_job_whose_processes_nobody_started(line: str, headline: str) -> None:
     [
         # The step had been started, and had ended.
         "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        # Every interactive job of PBS says so.
+        "qsub: waiting for job 130.pbs to start\nqsub: job 130.pbs ready",
+        "qsub: job 130.pbs completed",
         # Kubernetes may have started it after these: they tell of a moment that is over.
         "  Warning  Failed  20s  kubelet  Error: ErrImagePull",
         "  Warning  FailedScheduling  2m  default-scheduler  0/4 nodes are available: 4 Insufficient cpu.",
@@ -1179,6 +1183,25 @@ def test_a_job_whose_processes_nobody_started(line: str, headline: str) -> None:
 )
 def test_what_is_no_refusal_to_start(line: str) -> None:
     assert _told(line)[0].code == "cause-unknown"
+
+
+def test_the_time_limit_of_pbs_stands_behind_a_prompt() -> None:
+    (report,) = _told(
+        "u@n1:~$ =>> PBS: job killed: walltime 7230 exceeded limit 7200\nlogout\nqsub: job 130.pbs completed\n"
+    )
+    assert report.headline == "PBS stopped the job: its time was over"
+
+
+def test_cuda_in_a_child_of_mp_spawn_that_may_have_been_forked() -> None:
+    """notebook_launcher forks; the report said that CUDA cannot be started here."""
+    (report,) = _told(
+        "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 0 terminated with the following error:\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 90, in _wrap\n    fn(i, *args)\n'
+        '  File "/opt/venv/lib/python3.11/site-packages/torch/cuda/__init__.py", line 529, in set_device\n'
+        "    torch._C._cuda_setDevice(device)\nRuntimeError: CUDA error: initialization error\n"
+    )
+    assert (report.code, report.confidence, report.ranks) == ("cuda-before-fork", "likely", (0,))
 
 
 SHELL = "bash: line 1: ./setup.sh: Permission denied\n"

@@ -55,9 +55,10 @@ _WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.p
 _UNPICKLERS = re.compile(r"(^|/)(torch/_weights_only_unpickler|pickle)\.py$")
 _PIPES = re.compile(r"(^|/)(multiprocessing|asyncio)/")
 _STARTING_CUDA = re.compile(r"(^|/)torch/cuda/__init__\.py$")
-_IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
+# the second in what mp.spawn shows of a child, however it was started
+_IN_CHILD = re.compile(r"(^|/)(multiprocessing/process|torch/multiprocessing/spawn)\.py$")
 _SPAWNED = re.compile(
-    r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]"
+    r"(^|(?<!torch)/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]"
 )
 
 

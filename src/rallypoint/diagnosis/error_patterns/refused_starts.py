@@ -19,7 +19,7 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         _NOT_STARTED,
         Help("compare what it asks for with what there is", "sinfo -o '%P %D %c %m %G %l'"),
     ),
-    ("qsub: ", r"^(?P<by>qsub): (?P<reason>\S.+)$", _NOT_STARTED, None),
+    ("qsub: ", r"^(?P<by>qsub): (?P<reason>(?!(?:waiting for )?job \d)\S.+)$", _NOT_STARTED, None),
     (
         "not enough slots",
         r"^There are not enough slots available in the system to satisfy the (?P<reason>\d+)",
@@ -57,7 +57,7 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     ),
     (
         "pyxis: ",
-        r"\bpyxis: +(?P<reason>\[ERROR\] .+)$",
+        r"\bpyxis: +(?P<reason>\[ERROR\] .+|couldn't start container|container start failed\b.*)$",
         "pyxis did not start the container: {reason}",
         None,
     ),

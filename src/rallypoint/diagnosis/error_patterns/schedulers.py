@@ -231,7 +231,7 @@ _LINES = (
     ),
     _line(
         " exceed",
-        r"^(?:=>> PBS: job killed: \w*mem \S+ exceed|Job exceeded a memory resource limit)",
+        r"(?:^|[$#] )(?:=>> PBS: job killed: \w*mem \S+ exceed|Job exceeded a memory resource limit)",
         Sign.KILLED_FOR_MEMORY,
         "PBS",
     ),
@@ -349,7 +349,7 @@ _LINES = (
     ),
     _line(
         " exceeded ",  # the second and the third by mail
-        r"^(?:=>> PBS: job killed: walltime \d+ exceeded limit|Job exceeded its (?:walltime|cpu time) limit\."
+        r"(?:^|[$#] )(?:=>> PBS: job killed: walltime \d+ exceeded limit|Job exceeded its (?:walltime|cpu time) limit\."
         r"|MOAB_INFO: +job exceeded wallclock limit)",
         Sign.INTERRUPTED,
         "TIME LIMIT",
