@@ -1511,11 +1511,11 @@ def _raised(log: str) -> list[tuple[str, str]]:
     return [(one.headline.partition(" raised ")[2], one.where) for one in _told(log)]
 
 
-@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+@pytest.mark.parametrize("prefix", ["", "| ", "[rank1]: "])
 @pytest.mark.parametrize("after", ["", "epoch 7\n"])
 def test_of_an_exception_group_each_member_is_told(prefix: str, after: str) -> None:
     """One member was told as the exception, and the others were in no part of the report."""
-    of = ", rank 1" * bool(prefix)
+    of = ", rank 1" * ("rank1" in prefix)
     log = _group("ValueError: bad batch", "KeyError: 'lr'", prefix=prefix) + after
     assert _raised(log) == [
         ("ValueError: bad batch", f"train.py:1 in task{of}"),

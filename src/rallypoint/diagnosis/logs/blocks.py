@@ -412,10 +412,10 @@ class GroupTraceback(Block):
     """
 
     # what stands before the word "Traceback" in its first line
-    HEAD = re.compile(r"\+ Exception Group $|^ *\| (?:Exception Group )?$")
-    BAR = re.compile(r"^ *\|(?: |$)")
-    _MEMBER = re.compile(r"^ *(?P<first>\+-)?\+-{16} (?:\d+|\.{3}) -{16}$")
-    _CLOSED = re.compile(r"^ *\+-{36}$")
+    HEAD = re.compile(r"\+ Exception Group $|^[ |]*\| (?:Exception Group )?$")
+    BAR = re.compile(r"^(?: *\|)+(?: |$)")
+    _MEMBER = re.compile(r"^[ |]*(?P<first>\+-)?\+-{16} (?:\d+|\.{3}) -{16}$")
+    _CLOSED = re.compile(r"^[ |]*\+-{36}$")
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
