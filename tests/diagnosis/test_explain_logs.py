@@ -1563,6 +1563,15 @@ def test_what_members_raised_is_attributed_as_one() -> None:
     assert not any("does not name" in report.then for report in reports)
 
 
+def test_a_group_in_the_table_of_torchrun() -> None:
+    """The error file of `@record` has the group; its words are nowhere else with `--redirects`."""
+    field = _group("ValueError: bad batch", "KeyError: 'lr'").replace("\n", "\n  ")
+    table = LEFT_UNDER_TORCHRUN.format(lost="", code=1) + f"  traceback : {field}\n{60 * '='}\n"
+    first, second = _told(table)
+    assert (first.headline, first.ranks) == ("rank 1 raised ValueError: bad batch", (1,))
+    assert (second.headline, second.ranks) == ("rank 1 raised KeyError: 'lr'", (1,))
+
+
 def test_a_group_is_at_its_end_where_its_bars_are() -> None:
     """Python closes groups inside each other by one line. The reader waited for one more, and what
     followed was lost: the steps of a program that had handled the group, the next traceback, and

@@ -121,6 +121,15 @@ class Block:
         self.start = self.last = number
         self.done = False
 
+    def error(self) -> Raised | None:
+        """Return the exception that the block tells of; None for none."""
+        return None
+
+    def errors(self) -> list[Raised]:
+        """Return the exceptions that the block tells of."""
+        error = self.error()
+        return [error] if error is not None else []
+
 
 class Traceback(Block):
     """A traceback, with those that it was raised from."""
@@ -522,7 +531,7 @@ class Failure:
     def __init__(self, line: int, first: bool) -> None:
         self.line, self.first = line, first
         self.fields: dict[str, str] = {}
-        self.traceback: Traceback | None = None
+        self.traceback: Traceback | GroupTraceback | None = None
 
 
 class Summary(Block):
@@ -564,7 +573,9 @@ class Summary(Block):
                 self._failures.append(Failure(self._root or number, self._root > 0))
             self._failures[-1].fields[name] = value
             if HEADER in value:
-                self._failures[-1].traceback = Traceback(number, "  " + HEADER)
+                group = GroupTraceback.HEAD.search(value.partition(HEADER)[0])
+                inner = GroupTraceback(number) if group else Traceback(number, "  " + HEADER)
+                self._failures[-1].traceback = inner
         elif text.strip() and not text.startswith(("---", "Failures:", "  <NO_OTHER")):
             self._strays += 1
             self.done = self._strays > 8
@@ -583,9 +594,9 @@ class Summary(Block):
             place, host = Place(log, failure.line, self.last), fields.get("host", "")
             ends = (max(code, 0), max(-code, 0), number, local, pid, host, "torchrun")
             yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first))
-            error = failure.traceback.error() if failure.traceback is not None else None
-            if error is not None and not schedulers.of_launcher(error, number):
-                yield Sighting(Sign.RAISED, place, of_rank(number), error=error)
+            for error in failure.traceback.errors() if failure.traceback is not None else ():
+                if not schedulers.of_launcher(error, number):
+                    yield Sighting(Sign.RAISED, place, of_rank(number), error=error)
 
 
 class MpiExit(Block):

@@ -305,8 +305,7 @@ class Reader:
         who = of_rank(block.rank) if block.rank >= 0 and speaker.rank < 0 else speaker
         # Where an exception counts ranks, all raise it, whichever began: these did.
         teller = NOBODY if block.ranks else who
-        shown = block.errors() if isinstance(block, GroupTraceback) else [block.error()]
-        errors = [one for one in shown if one is not None and not block.ignored]
+        errors = [] if block.ignored else block.errors()
         for error in errors:
             self._raised(Sighting(Sign.RAISED, place, teller, error=error, ranks=block.ranks))
         for _ in range(block.stray if errors else 0):
