@@ -1651,6 +1651,15 @@ def test_a_group_below_another_exception() -> None:
     assert (report.headline, report.ranks) == ("rank 1 raised ValueError: bad batch", (1,))
 
 
+def test_a_group_of_a_worker_of_a_loader() -> None:
+    above = (
+        'Traceback (most recent call last):\n  File "/app/t.py", line 4, in f\n    next(loader)\n'
+    )
+    caught = "ExceptionGroup: Caught ExceptionGroup in DataLoader worker process 0.\nOriginal "
+    told = _raised(above + caught + _group("ValueError: bad batch"))
+    assert told == [("ValueError: bad batch", "train.py:1 in task")]
+
+
 def test_errors_beyond_those_that_are_told_are_counted() -> None:
     members = [f"{kind}Error: bad" for kind in ("Value", "Key", "Type", "Index", "Name")]
     *_, last = _told(_group(*members))

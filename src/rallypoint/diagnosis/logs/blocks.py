@@ -41,7 +41,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in ?(?P<
 _DEEPER = re.compile(r'^( {3,40})File "[^"]*", line \d+')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
 _SURE = re.compile(
-    r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
+    r"(?:Error|Exception(?:Group)?|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
 )
 _LONG = re.compile(
     r"NCCL [Ee]rror|HCCL error|error: Hccl|waiting for$"
@@ -263,6 +263,7 @@ class Traceback(Block):
             of_rank = _OF_RANK.search(body) if self._gathered else None
             alone = not self._joint and not inner and of_rank is None
             if alone or GroupTraceback.HEAD.search(body.partition(HEADER)[0]):
+                self.ignored |= body.startswith("Original ")  # a group of a DataLoader's worker
                 self.done = True
                 return False
             self._choose()
