@@ -165,6 +165,7 @@ def waited(
     )
 
 
+OF_FOUR = Meeting("tcp://127.0.0.1:2222", "127.0.0.1:2222", world_size=4, line="train.py:6")
 TIME_IS_UP = "Timed out waiting 4000ms for recv operation to complete"
 
 
@@ -1953,6 +1954,17 @@ HISTORIES = [
         "collective-mismatch",
         (0, 1),
         "the ranks waited for each other in different collectives, torch's clip_grad_norm_() and barrier, until the timeout",
+        "likely",
+    ),
+    History(  # it is not the one that the launcher holds: ranks of another job might have come
+        "a-group-larger-than-the-job-at-its-own-address",
+        job(
+            waited(0, meeting=OF_FOUR),
+            rank(1, sent=("SIGTERM",), phase="joining", meeting=OF_FOUR),
+        ),
+        "world-size-differs",
+        (0, 1),
+        "both ranks called init_process_group with world_size=4, and the job has 2 ranks",
         "likely",
     ),
     History(  # more time would not help

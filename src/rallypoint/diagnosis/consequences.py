@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import classify, late_ranks, reachability, stacks
+from rallypoint.diagnosis import (
+    classify,
+    early_ranks,
+    late_ranks,
+    reachability,
+    rendezvous_mismatch,
+    stacks,
+)
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import collectives, endings, exceptions, rendezvous, stops
@@ -23,7 +30,6 @@ from rallypoint.diagnosis.evidence import (
 )
 from rallypoint.diagnosis.rank_kinds import (
     AFTERMATH,
-    HEARD_LATE,
     HURT,
     Kind,
     Verdict,
@@ -201,9 +207,19 @@ def _store_waits(scene: Scene) -> Report | None:
     return None
 
 
+def _larger_group(scene: Scene) -> Report | None:
+    """Tell of ranks that waited for more ranks than the job has, at an address of this machine."""
+    met = [v.rank.meeting for v in scene.verdicts if v.rank.phase == "joining"]
+    here = [at for at in met if at is not None and is_loopback(at.address.rpartition(":")[0])]
+    size = scene.job.world_size
+    if not scene.waited or len(here) < size or any(at.world_size <= size for at in here):
+        return None
+    return rendezvous_mismatch.world_size_differs(scene.case(scene.verdicts))
+
+
 def _left_early(scene: Scene) -> Report | None:
     """Tell of ranks that left before the others had done."""
-    left = _left_before(scene.verdicts, scene.hurt, scene.job.clock_error)
+    left = early_ranks.left_before(scene.verdicts, scene.hurt, scene.job.clock_error)
     hid = [v for v in left if v.error is not None]
     if left and len(hid) == len(left):
         return exceptions.swallowed(scene.case(hid), hid[0].error)
@@ -280,7 +296,7 @@ def _waited_alone(scene: Scene) -> Report | None:
     ):
         alone = len(waited) == len(scene.verdicts)
         case = case_of(scene.job, scene.verdicts, waited, "likely", acquit=alone)
-        report = never_set(case, error)
+        report = exceptions.never_set(case, error)
         there = cases.whereabouts(scene.job, [v.rank for v in absent], case.root)
         return replace(report, evidence=(*report.evidence, *there))
     return _missing(scene, absent, waited, error) if absent and only else None
@@ -303,6 +319,7 @@ _TOGETHER = (
     _unmet,
     _store_lost,
     _store_waits,
+    _larger_group,
     _left_early,
     mismatch,
     _named_as_missing,
@@ -329,16 +346,6 @@ def _unknown(scene: Scene) -> Report:
     return stops.unknown(case, error)
 
 
-def never_set(case: Case, error: Raised) -> Report:
-    """Tell of a wait for a key of torch's store, while nobody shows that it was to set that key."""
-    report, keys = exceptions.raised(case, error), classify.keys_of_program(error.message)
-    if not keys:
-        return report
-    named = ", ".join(f'"{key}"' for key in keys)
-    what = f"nobody set {named}" if len(keys) == 1 else f"{named} were not all set"
-    return replace(report, why=f"{what} in time, and no rank shows who was to")
-
-
 def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame]]:
     """Return by rank the collective that it stood in or that its error left, and the program's
     line; {} when any was elsewhere, or all in one.
@@ -358,43 +365,3 @@ def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame
             return {}
         found[rank.rank] = call, own
     return found if len({name for name, _ in found.values()}) > 1 else {}
-
-
-def _left_before(verdicts: list[Verdict], hurt: list[Verdict], slack: float) -> list[Verdict]:
-    """Return the ranks that had done with the others before the first of those that were hurt lost
-    them: ended well, come to their end (torch takes a quarter of a second to close down), or with
-    their group closed. All that ended well when the others are still there."""
-    finished = [v for v in verdicts if v.kind is Kind.FINISHED]
-    if len(finished) == len(verdicts):
-        return []
-    last = min((v.rank.ended.order for v in hurt if v.rank.ended is not None), default=None)
-    ended = {
-        v.rank.rank
-        for v in finished
-        if last is None or (v.rank.ended is not None and v.rank.ended.order < last)
-    }
-    if not hurt:
-        return [v for v in finished if v.rank.rank in ended]
-    first = hurt[0]
-    # A rank that had closed its own group was not hurt by those that closed theirs. Nor was one
-    # that waits to join a group: it may be another. But one that has the others' addresses, and
-    # loses them, joins the same: a group is open in one rank a moment before it is in all.
-    in_it = not 0 < first.rank.closed_at <= moment(first) and (
-        first.rank.phase != "joining" or first.kind is Kind.LOST
-    )
-    done = [(v, _had_done(v, closing=in_it)) for v in verdicts]
-    before = [v for v, at in done if v.rank.rank in ended or 0 < at <= moment(first)]
-    return before or [v for v, at in done if 0 < at <= moment(first) + HEARD_LATE + slack]
-
-
-def _had_done(verdict: Verdict, *, closing: bool) -> float:
-    """Return when a rank that shows no error came to its end, or (`closing`) closed its group; 0
-    when neither is known.
-    """
-    rank = verdict.rank
-    well = verdict.kind in (Kind.ALIVE, Kind.STOPPED, Kind.FINISHED)
-    if not well or verdict.error is not None or rank.handled or rank.left_at:
-        return 0.0
-    if closing and rank.closed_at:
-        return rank.closed_at
-    return rank.phase_at if rank.phase in ("finishing", "done") else 0.0

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, reachability, stacks
 from rallypoint.diagnosis.bystanders import then_told
-from rallypoint.diagnosis.causes import collectives, stops
+from rallypoint.diagnosis.causes import collectives, exceptions, stops
 from rallypoint.diagnosis.causes.case import Case, was
-from rallypoint.diagnosis.consequences import Scene, never_set
+from rallypoint.diagnosis.consequences import Scene
 from rallypoint.diagnosis.log_events import Findings, Sign
 from rallypoint.diagnosis.rank_kinds import Kind, Verdict, place_in_order
 from rallypoint.diagnosis.report import Report
@@ -136,7 +136,7 @@ def absent_in_log(scene: Scene, log: Findings) -> Report:
         and classify.keys_of_program(error.message)
         for _, error in late
     ):
-        return never_set(replace(waiters, confidence="likely"), late[0][1])
+        return exceptions.never_set(replace(waiters, confidence="likely"), late[0][1])
     named = [(v.rank, error) for v, error in late if v.rank.rank >= 0]
     stopped = {v.rank.rank: v.rank for v in verdicts if v.kind is Kind.STOPPED}
     if stopped and named:

@@ -237,7 +237,8 @@ def _backend_differs(case: Case) -> Report:
     )
 
 
-def _world_size_differs(case: Case) -> Report:
+def world_size_differs(case: Case) -> Report:
+    """Tell of ranks that wait for a group of another size than the job."""
     job, met = case.job, _met(case.job.ranks)
     sizes = list(dict.fromkeys(str(meeting.world_size) for _, meeting in met))
     who = cases.subject([rank.rank for rank, _ in met], job.world_size)
@@ -266,7 +267,7 @@ _LEAVE_OUT = Help("or leave rank= and world_size= out: rallypoint sets both")
 _REPORTS: dict[Code, Callable[[Case], Report]] = {
     "rank-duplicate": _rank_duplicate,
     "backend-differs": _backend_differs,
-    "world-size-differs": _world_size_differs,
+    "world-size-differs": world_size_differs,
 }
 
 

@@ -99,6 +99,16 @@ def _no_input(case: Case, error: Raised) -> Report:
     )
 
 
+def never_set(case: Case, error: Raised) -> Report:
+    """Tell of a wait for a key of torch's store, while nobody shows that it was to set that key."""
+    report, keys = raised(case, error), classify.keys_of_program(error.message)
+    if not keys:
+        return report
+    named = ", ".join(f'"{key}"' for key in keys)
+    what = f"nobody set {named}" if len(keys) == 1 else f"{named} were not all set"
+    return replace(report, why=f"{what} in time, and no rank shows who was to")
+
+
 def swallowed(case: Case, error: Raised | None) -> Report:
     """Tell of an error in a shared call that the program caught before it went home."""
     assert error is not None
