@@ -178,13 +178,11 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_raylet_is_a_lost_node(cluster: Any, tmp_path: Path) -> None:
     job = started(tmp_path, "-n", "1", "train.py", "stay")
     pids = pids_told(job, 2)
-    began = time.monotonic()
     (lost,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     cluster.remove_node(lost, allow_graceful=False)
     _, err = job.communicate(timeout=110)
     assert re.search(r"^error\[(node|lead)-lost\]: ", err, re.MULTILINE), err
     assert job.returncode == 75
-    assert time.monotonic() - began < on_ray.END_PATIENCE + 10.0
     assert have_ended(pids)
 
 
