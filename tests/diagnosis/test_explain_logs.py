@@ -573,6 +573,34 @@ def test_a_warning_of_nccl_after_which_the_job_went_on_is_no_cause(warning: str)
     assert _told(warning + STEPS + FAILED.format(1, 7))[0].code != "cause-unknown"
 
 
+NO_PLUGIN = "n1:7:{} [0] plugin:1067 NCCL WARN NET/OFI aws-ofi-nccl initialization failed\n"
+CONNECTED = "n1:7:{} [0] NCCL INFO {}\n"
+
+
+@pytest.mark.parametrize("began", ["Using network Socket", "comm 0x7 rank 6 - Init COMPLETE"])
+@pytest.mark.parametrize("before", ["", "loading\n" * 60])
+def test_a_warning_of_nccl_after_which_its_process_was_connected_is_no_cause(
+    began: str, before: str
+) -> None:
+    """NCCL went on without a plugin, and an error of long after was told as its effect."""
+    log = before + NO_PLUGIN.format(9) + CONNECTED.format(11, began)
+    first, *others = _told(log + FAILED.format(1, 7))
+    assert (first.code, others) == ("rank-exited", []), render.text((first, *others))
+    # Another process is connected, and this one may not be.
+    first, *_ = _told(log.replace("n1:7:9", "n1:8:9"))
+    assert first.code == "nccl-failed", render.text((first,))
+
+
+def test_a_traceback_that_became_one_line_is_read() -> None:
+    line = 'Traceback (most recent call last): File "/a/run.py", line 4, in <module> main() File "/a/run.py", line 2, in main {}\n'
+    raising = 'raise ValueError("x: y") ValueError: x: y'
+    report = _told(line.format(raising))[0]
+    assert (report.code, "ValueError: x: y" in report.headline) == ("rank-raised", True)
+    command = "CalledProcessError: Command 'python -m train' returned non-zero exit status 3."
+    report = _told("AlgorithmError: ExecuteUserScriptError: a " + line.format(command))[0]
+    assert report.code == "rank-exited", render.text((report,))
+
+
 def test_ranks_that_torch_counts_are_missing_only_when_fewer_came() -> None:
     """More than there should be are not missing: others, or those of an earlier attempt, were
     counted as well.
@@ -842,6 +870,60 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "certain",
             "do not match",
         ),
+        (
+            "n1:7:9 [0] init.cc:981 NCCL WARN Invalid rank requested : 2/2\n",
+            "rank-out-of-range",
+            "certain",
+            "the rank 2 for a group of 2",
+        ),
+        (
+            "n1:7:9 [0] bootstrap.cc:40 NCCL WARN Bootstrap : no socket interface found\n",
+            "interface-missing",
+            "certain",
+            "NCCL in the program found no network interface",
+        ),
+        (
+            "2023-Aug-01 16:12:43.0204 3:4 [21] bootstrap.cc:106 CCOM WARN Call to accept failed : Too many open files\n",
+            "files-exhausted",
+            "certain",
+            "Too many open files",
+        ),
+        (
+            "EI0002: The wait execution of the Notify register times out. Reason: "
+            "The Notify register has not received the Notify record from remote rank: [24]. base\n",
+            "cause-unknown",
+            "certain",
+            "from remote rank: [24]",
+        ),
+        (
+            "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 7 RUNNING AT n1\n=   EXIT CODE: 139\n"
+            "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Terminated (signal 15)\n",
+            "rank-crashed",
+            "certain",
+            "SIGSEGV",
+        ),
+        (
+            "2: Traceback (most recent call last):\n"
+            '2:   File "/a/train.py", line 64, in main\n2:     model = load(path)\n',
+            "cause-unknown",
+            "certain",
+            "line 1 speaks of a failure",
+        ),
+        (
+            "/a/test_x.py:385: in __init__\n    raise ValueError(\nE   ValueError: no backend\n",
+            "rank-raised",
+            "likely",
+            "ValueError: no backend",
+        ),
+        ("Application 12 exit signals: Killed\n", "rank-killed", "certain", "SIGKILL"),
+        (
+            "(W pid=4) a.cc:97: Unhandled exception: X. what(): y\n",
+            "cause-unknown",
+            "certain",
+            "this line speaks of a failure",
+        ),
+        ("srun: PrologSlurmctld failed, job killed\n", "interrupted", "certain", "prolog failure"),
+        ("RuntimeError: cancelled\n", "cause-unknown", "certain", "after something else had"),
     ],
 )
 def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str) -> None:

@@ -178,6 +178,7 @@ CAUSES = (
     "ssh-unresolved", "ssh-failed", "gpu-memory", "shared-memory", "host-memory", "device-shared", "cuda-forked",
     "cuda-perhaps-forked", "device-busy", "device-missing", "cuda-init-failed",
     "gpu-not-built-for", "port-forbidden", "group-missing", "parameters-unused", "models-differ", "kernel-failed", "interface-missing",
+    "rank-out-of-range",
     "calls-differ", "calls-mismatched", "nccl-failed", "sizes-differ", "no-input",
     "disk-full",
 )  # fmt: skip
@@ -208,6 +209,7 @@ _ALONE = (
     "cuda-forked", "kernel-failed", "device-missing", "device-busy", "device-shared",
     "cuda-init-failed", "gpu-not-built-for", "gpu-memory", "variable-missing", "shared-memory", "host-memory",
     "loader-killed", "sizes-differ", "calls-differ", "models-differ", "calls-mismatched", "main-unguarded",
+    "interface-missing", "rank-out-of-range",
 )  # fmt: skip
 
 
@@ -220,7 +222,7 @@ def recognised(line: str) -> bool:
     """Tell whether a line that has not the form of an exception names a cause."""
     if len(line) > schedulers.LONGEST or schedulers.NO_FAILURE.search(line):
         return False
-    known = says("ssh-unresolved", line) or _symbol_in(line) or torch.LOADERS_FILES in line
+    known = says("ssh-unresolved", line) or _symbol_in(line) or python.NO_FILES.search(line)
     return names_cause(line) or bool(known)
 
 
@@ -475,7 +477,7 @@ _LOST_WORDS = re.compile(
     r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
     r"|Failed to recv, got 0 bytes|Application timeout caused pair closure|remote process exit\w*|communicator was aborted"
     r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms"
-    r"|Connect timeout",
+    r"|Connect timeout|received the Notify record from remote rank:? ?\[\w+\]|Remote Rank did not send the data in time",
     re.IGNORECASE,
 )
 
@@ -493,7 +495,8 @@ def says_lost(lines: Iterable[str]) -> bool:
 
 def says_waited(lines: Iterable[str]) -> bool:
     """Tell whether lines say that torch or gloo gave up waiting."""
-    return any(torch.WAITED.search(line) or gloo.WAITED.search(line) for line in lines)
+    origins = (torch.WAITED, gloo.WAITED, nccl.WAITED)
+    return any(waited.search(line) for line in lines for waited in origins)
 
 
 def meaning(error: Raised) -> Meaning:

@@ -346,7 +346,7 @@ def nccl_failed(case: Case, error: Raised) -> Report:
     elif python.NOT_LOCKED.search(words):
         why = "NCCL locks the network card's buffers in memory; mostly the limit on locked memory (ulimit -l) is too low for that"
         helps = [*resources.LOCK_MORE]
-    elif "/dev/shm" in words:
+    elif "/dev/shm" in words or "shared memory segment" in words:
         helps = [
             Help("see how large shared memory is, and what fills it", "df -h /dev/shm"),
             Help("give the container more of it", "docker run --shm-size=8g ..."),

@@ -94,6 +94,15 @@ _HELPS = (
         ),
     ),
     (
+        r"unsupported gloo device$",
+        (
+            Help(
+                "gloo has no transport here: see whether one is named, else install a torch that has it",
+                "env | grep GLOO_DEVICE_TRANSPORT",
+            ),
+        ),
+    ),
+    (
         r"Expected all tensors to be on the same device",
         (
             Help(

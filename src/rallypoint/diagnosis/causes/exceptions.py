@@ -313,6 +313,24 @@ def library_differs(case: Case, error: Raised) -> Report:
     )
 
 
+def _rank_out_of_range(case: Case, error: Raised) -> Report:
+    """Tell that NCCL was given a rank that the group does not have."""
+    rank, size = map(int, classify.words_of("rank-out-of-range", error).groups())
+    return account(
+        case,
+        "rank-out-of-range",
+        f"NCCL in {case.subject} was given the rank {rank} for a group of {size}: the last rank of that group is {size - 1}",
+        error,
+        help=(
+            Help(
+                "take both from the launcher: leave rank= and world_size= out",
+                'dist.init_process_group("nccl")',
+            ),
+            Help("or see what the launcher gives each process", "env | grep -E 'RANK|WORLD_SIZE'"),
+        ),
+    )
+
+
 _TELLS: dict[str, Callable[[Case, Raised], Report]] = {
     "library-differs": library_differs,
     "url-incomplete": rendezvous.url_incomplete,
@@ -349,6 +367,7 @@ _TELLS: dict[str, Callable[[Case, Raised], Report]] = {
     "models-differ": collectives.models_differ,
     "kernel-failed": gpus.kernel_failed,
     "interface-missing": rendezvous.interface_missing,
+    "rank-out-of-range": _rank_out_of_range,
     "calls-differ": collectives.calls_differ,
     "calls-mismatched": collectives.calls_mismatched,
     "nccl-failed": collectives.nccl_failed,

@@ -23,6 +23,7 @@ _FAULT = re.compile(
 )
 
 
+_OF_ROCM = re.compile(r"\bby GPU node-\d|\bHSA_STATUS_|\bHIP error|\bhipError")
 _ASK_DRIVER = Help("see what the driver reports about the GPUs", "sudo dmesg -T | grep -i nvrm")
 
 
@@ -62,14 +63,17 @@ def kernel_failed(case: Case, error: Raised) -> Report:
         if re.search(r"[Ii]ndex|t >= 0|cur_target", asserted[2]):
             why = "an index lies outside of what it points into: a label, a token or an embedding's row that is not there"
     again = "run once more with each kernel waited for: then the traceback has the line"
+    kind, wait = "CUDA", "export CUDA_LAUNCH_BLOCKING=1"
+    if _OF_ROCM.search(words):
+        kind, wait = "GPU", "export AMD_SERIALIZE_KERNEL=3"
     return account(
         case,
         "cuda-kernel-failed",
-        f"a CUDA kernel failed in {case.subject}: {what}",
+        f"a {kind} kernel failed in {case.subject}: {what}",
         error,
         why=why,
         help=(
-            Help(again, "export CUDA_LAUNCH_BLOCKING=1"),
+            Help(again, wait),
             Help(
                 "or run the same step on the CPU, which checks what it is given", 'model.to("cpu")'
             ),

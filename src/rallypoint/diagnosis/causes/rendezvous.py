@@ -316,16 +316,21 @@ def variable_missing(case: Case, error: Raised) -> Report:
 
 
 def interface_missing(case: Case, error: Raised) -> Report:
-    """Tell that gloo was to use a network interface that is not there."""
-    name = classify.words_of("interface-missing", error)[1]
+    """Tell that gloo or NCCL was to use a network interface that is not there."""
+    found = classify.words_of("interface-missing", error)
+    variable = "NCCL_SOCKET_IFNAME"
+    headline = f"NCCL in {case.subject} found no network interface that it may use"
+    if found.re.groups:
+        variable = "GLOO_SOCKET_IFNAME"
+        headline = f"gloo in {case.subject} was to use the network interface {found[1]}, which has no address here"
     return account(
         case,
         "interface-missing",
-        f"gloo in {case.subject} was to use the network interface {name}, which has no address here",
+        headline,
         error,
-        why="GLOO_SOCKET_IFNAME, or the program, names the interfaces by which the ranks reach each other",
+        why=f"{variable}, or the program, names the interfaces by which the ranks reach each other",
         help=(
-            Help("on one node no interface has to be named", "unset GLOO_SOCKET_IFNAME"),
+            Help("on one node no interface has to be named", f"unset {variable}"),
             Help("or see which there are, and take one of them", "ip -brief address"),
         ),
     )

@@ -12,6 +12,8 @@ CAUSES = {
         r"|failed to extend /dev/shm/\S{1,100} to \d+ bytes(?![\w,])",
         re.IGNORECASE,
     ),
+    "rank-out-of-range": re.compile(r"Invalid rank requested : (?P<rank>-?\d+)/(?P<size>\d+)"),
+    "interface-missing": re.compile(r"Bootstrap : no socket interface found"),
     "nccl-failed": re.compile(
         r"NCCL [Ee]rror|\bnccl(SystemError|InternalError|UnhandledCudaError|InvalidUsage"
         r"|InvalidArgument|RemoteError)\b"
@@ -34,6 +36,15 @@ CAUSES = {
 REMARKS = re.compile(r"^Failed to open lib|\bcan lead to\b|\bNET/Plugin\b|is deprecated")
 """Warnings of NCCL and RCCL that nothing has to follow from: optional libraries, settings."""
 
+_PROCESS = r"(?<![\w.-])(?P<process>[\w.-]{1,100}:\d{1,9}):\d{1,9} \[\d{1,4}\] "
+PROCESS = re.compile(_PROCESS)
+STARTED = re.compile(rf"{_PROCESS}NCCL INFO (?:Using network |.{{0,300}} Init COMPLETE)")
+"""Words of a process of NCCL's that what it had warned of before did not stop."""
+
+WAITED = re.compile(  # HCCL, Ascend's own
+    r"Remote Rank did not send the data in time|wait execution of the Notify register times out",
+    re.IGNORECASE,
+)
 LOST = re.compile(
     r"remote process exit|ncclRemoteError|Connection closed by (remote peer|peer \[|localRank)"
     r"|NCCL communicator was aborted",

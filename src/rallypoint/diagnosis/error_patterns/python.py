@@ -41,6 +41,10 @@ CAUSES = {
     ),
 }
 
+NO_FILES = re.compile(
+    # a DataLoader that gets no more descriptors from its workers; Trainium's copy of NCCL
+    r"Too many open files\. Communication with the workers is no|CCOM WARN .{1,80} : Too many open files"
+)
 UNRESOLVED = re.compile(
     r"\bhost not found: |Name or service not known|Temporary failure in name resolution"
     r"|nodename nor servname|getaddrinfo failed"

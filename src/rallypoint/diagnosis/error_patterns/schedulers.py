@@ -26,6 +26,7 @@ LOST = re.compile(
     r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError"
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost|LocalRayletDied)Error\b"
     r"|\bEngineDeadError\b|(?:WorkerProc|Engine core) initialization failed"  # vLLM
+    r"|^RuntimeError: cancelled$"  # vLLM's engine, when one of its workers has ended
     r"|^ray\.tune\.error\.TuneError: |\bFailed to meet rendezvous\b"  # Ray Tune, torch_xla
 )
 """Exceptions that Horovod, Ray, vLLM, torch_xla and torchrun's rendezvous raise in those that are
@@ -34,9 +35,7 @@ left when another one has gone.
 
 WAITED = re.compile(
     r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout"
-    r"|there are other ranks that didn't finish"  # SGLang
-    # HCCL, Ascend's own
-    r"|Remote Rank did not send the data in time|wait execution of the Notify register times out",
+    r"|there are other ranks that didn't finish",  # SGLang
     re.IGNORECASE,
 )
 
@@ -255,6 +254,12 @@ _LINES = (
         "Ray",
     ),
     _line(
+        "low on memory",
+        r"\bWorker exit detail: Task was killed due to the node running low on memory",
+        Sign.KILLED_FOR_MEMORY,
+        "Ray",
+    ),
+    _line(
         "Signal: ",
         rf"^(?:\[(?:\S+:)?(?P<pid>\d+)\] )?Signal: (?P<name>{_NAMES}) \(\d+\)$",
         by="Open MPI",
@@ -321,7 +326,7 @@ _LINES = (
         # of docker compose's containers another one may be meant
         rf"|^(?!\S{{1,200}} exited with code (?!137$)|.{{0,1000}}(?:(?:'|\b(?:ssh|pip|Command|{_TOOLS})) (?:exited|failed)|\bretried\b))"
         r".{0,1000}? (?:(?:exited|terminated) with (?:an? )?(?:non-zero |error )?(?:exit |return )?(?:code|status)"
-        r"|(?:failed|completed) with (?:an? )?(?:non-zero )?(?:(?:exit|return) (?:code|status)|SystemExit))"
+        r"|(?:failed|completed)(?: normally)? with (?:an? )?(?:non-zero )?(?:(?:exit|return) (?:code|status)|SystemExit))"
         r"(?: of)?[ :=(]{1,3})(?P<code>-?[1-9]\d*)\b",
         by=SERVICE,
         first=True,
@@ -336,6 +341,12 @@ _LINES = (
         "SIG",  # Airflow, supervisord
         r"(?:\breturn code Negsignal\.|\bsignal_name=\"|\(terminated by )(?P<name>SIG\w+)",
         by=SERVICE,
+        first=True,
+    ),
+    _line(
+        "exit signals: ",
+        rf"^Application \d+ exit signals: (?P<name>{_NAMES})",
+        by="aprun",
         first=True,
     ),
     # Python's number of a signal
@@ -429,6 +440,12 @@ _LINES = (
         r"^srun: error: Node failure on (?P<host>\S+)",
         Sign.INTERRUPTED,
         "NODE FAILURE",
+    ),
+    _line(
+        "Prolog",
+        r"^srun: (?:error: )?Prolog(?:Slurmctld)? failed, job killed",
+        Sign.INTERRUPTED,
+        "PROLOG FAILURE",
     ),
     _line(
         "CANCELLED AT",
@@ -571,8 +588,8 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
     return line.sign, end, ranks
 
 
-_EXCEPTION = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|Exception)): ?(?P<message>.+)$"
+_EXCEPTION = re.compile(  # pytest puts an E before it
+    r"^(?:E {3,12})?(?P<type>(?:[A-Za-z_]\w*\.)*_?(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|Exception)): ?(?P<message>.+)$"
 )
 _RESTARTS = re.compile(
     r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)"
@@ -591,7 +608,7 @@ _FAILURE = re.compile(
     r"|\b\w{3,}(?:Error|Exception)(?::|$|\()|\bException\b"
     r"|\b(?:[Ff]atal|[Aa]borting|[Aa]borted|[Cc]rashed|[Ss]talled|unexpectedly|core dumped|BAD TERMINATION|segfault|[Ff]ailed)\b"
     r"|\b(?:FAILED|Evicted)\b|\b(?:Connection (?:refused|reset|closed)|Permission denied|No route to host|No such file or directory)\b"
-    r"|\bcommand not found\b|\bMPI_ABORT was invoked\b|\bAn error occurred in\b|^Error executing job"
+    r"|\bcommand not found\b|\bMPI_ABORT was invoked\b|\b[Aa]n error occurred\b|\b[Uu]nhandled exception\b|\b[Ff]ailure: (?!0\b)|^Error executing job"
     r"|\b(?:[Jj]ob|[Pp]rocess|[Ww]orkers?|[Aa]ctor|[Nn]ode|[Rr]anks?|[Tt]asks?|[Cc]hild|[Ss]erver|[Ee]ngine|[Ss]tep|[Pp]od)\b.{0,60}"
     r"\b(?:died|dead|killed|terminated|lost|evicted)\b"
     r"|\b(?:[Kk]illed by|[Tt]imed out|[Uu]nable to|got stuck|shut down because|sending signal (?:TERM|KILL)|fallen off the bus|NVRM: Xid)\b"
@@ -730,7 +747,7 @@ def speaking(text: str, speaker: Speaker) -> Speaker:
 
 _WRAPPERS = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
-    r"|UnexpectedStatusException|ExecuteUserScriptError)$"  # SageMaker
+    r"|UnexpectedStatusException|ExecuteUserScriptError|^AlgorithmError)$"  # SageMaker
 )
 # Where launchers raise CalledProcessError for what they started, a script or a tool around Python.
 _RAISING = re.compile(

@@ -131,9 +131,6 @@ do not say. So does "iostream error", which others write, too.
 LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
 """All that torch says when a worker of a DataLoader has ended and not by a signal."""
 
-LOADERS_FILES = "Too many open files. Communication with the workers is no longer possible."
-"""Words of a DataLoader that gets no more descriptors from its workers."""
-
 PRODUCER_GONE = re.compile(
     r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory"
 )

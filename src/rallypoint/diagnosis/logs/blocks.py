@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from signal import SIGTERM
 
 import msgspec
 
@@ -309,13 +310,14 @@ class Traceback(Block):
         """It is at its end, and names no cause."""
         return self._ended and not classify.names_cause(self._message[0])
 
-    def break_off(self) -> None:
+    def break_off(self) -> bool:
         """Take the exception from the source line that raises it, where the log ends before its
-        name.
+        name; tell whether it has one now.
         """
         raising = _RAISING.match(self._frames[-1].source) if self._frames else None
         if raising is not None and not (self._ended or self._doubtful):
             self._end(raising["type"], raising["message"].rstrip("\"') "), self.last)
+        return bool(self._ended or self._doubtful or self.begun_by)
 
     def _keep(self, body: str) -> None:
         if len(self._lines) >= KEPT:
@@ -648,6 +650,8 @@ class MpiExit(Block):
         """Tell how the process ended, where the paragraph does."""
         told = self._told
         code, signal = int(told.get("code", 0)), int(told.get("signal", 0))
+        # MPICH names in its last line the signal by which it ended the others, too.
+        signal = 0 if signal == SIGTERM and code not in (0, SIGTERM) else signal
         if code > 0 or signal:
             end = msgspec.structs.replace(
                 End(signal=signal) if signal else schedulers.exit_of(code),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from rallypoint.diagnosis import classify, tracebacks
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import nccl, schedulers
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import (
     NOBODY,
@@ -92,6 +92,8 @@ _LAUNCHERS = re.compile(
 )
 # Ray's last word where it knows no more
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"
+# the end of a traceback that became one line
+_IN_ONE_LINE = re.compile(r", line \d+, in .*? ((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 _PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
 _SHELL = "\0the shell"  # the name under which a shell's words are watched
 _LONG = "\0long after an import of "  # the same for its imports that failed
@@ -137,6 +139,7 @@ class Reader:
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
+        self._warned: dict[int, set[str]] = {}  # NCCL's warnings, and its processes that had them
         self._spawned = (0, -1)  # a line below which the traceback of a rank begins, and the rank
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
@@ -144,9 +147,9 @@ class Reader:
         for chunk in as_utf8(chunks):
             self._take_all(self._sifter.feed(chunk))
         self._take_all(self._sifter.close())
-        for name, (_, block) in list(self._open.items()):
-            if isinstance(block, Traceback):
-                block.break_off()
+        for name, (speaker, block) in list(self._open.items()):
+            if isinstance(block, Traceback) and not block.break_off() and not block.ignored:
+                self._note(Sign.SPOKEN, block.start, speaker, HEADER)
             self._settle(name)
         for _, which, since in self._watched.values():
             for number in which if since >= FOLLOWED else ():
@@ -212,6 +215,8 @@ class Reader:
             seen = self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
             if seen is not None:
                 self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
+                if (found := nccl.PROCESS.search(text)) is not None:
+                    self._warned.setdefault(seen, set()).add(found["process"])
         elif block := self._message(number, words or text):
             mine = self._open.get(speaker.name)  # inside a traceback it is no message of its own
             says_more = mine is not None and isinstance(mine[1], Traceback) and mine[1].says_little
@@ -244,6 +249,7 @@ class Reader:
             self._nameless.append(text[:WORDS])
         if NCCL_INFO not in text:
             self._count_line(speaker.name)
+        self._get_over(text)
         self._sifter.call_dull()
         if speaks and (seen := self._note(Sign.SPOKEN, number, speaker, text)) is not None:
             self._spoke += 1
@@ -253,12 +259,16 @@ class Reader:
         group = GroupTraceback.HEAD.search(text[:at])
         at = group.start() if group is not None else at
         before = text[:at].strip()
+        joined = _IN_ONE_LINE.search(text.rpartition(' File "')[2])
         if before and not before.startswith(("Original", "Remote")):
             speaker, words = prefixes.before_traceback(text[:at], speaker)
             self._ranks.add(speaker.rank)
             if words:  # of a process of its own, which wrote them into that line
                 self._read_line(number, speaker, words)
             text = HEADER
+        if joined is not None:
+            self._read_line(number, speaker, joined[1])
+            return
         ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
         block = GroupTraceback(number) if group else Traceback(number, text)
         block.ignored = ignored
@@ -460,8 +470,24 @@ class Reader:
     def _pass(self) -> None:
         """Count lines that were not read."""
         passed = self._sifter.passed
+        for body in passed if self._warned else ():
+            if NCCL_INFO.encode() in body:
+                self._get_over(body.decode(errors="replace"))
         for name, (mark, _, _) in list(self._watched.items()) if passed else ():
             self._add(name, sum(mark in body and NCCL_INFO.encode() not in body for body in passed))
+
+    def _get_over(self, text: str) -> None:
+        """Take NCCL's warnings back where all processes that had them were connected after that:
+        they went without a plugin, or by another network.
+        """
+        if not self._warned or (found := nccl.STARTED.search(text)) is None:
+            return
+        for number, processes in list(self._warned.items()):
+            processes.discard(found["process"])
+            if not processes:
+                del self._warned[number]
+                seen = self._seen[number]
+                self._seen[number] = msgspec.structs.replace(seen, sign=Sign.SPOKEN, went_on=True)
 
     def _count_line(self, name: str, count: int = 1) -> None:
         for one in (name, _SPOKEN + name, _LONG + name, _SHELL):
