@@ -1362,6 +1362,58 @@ def test_a_rank_that_got_the_sigterm_of_a_stopped_job(log: str, code: str, words
     assert (report.code, words in report.headline) == (code, True), report.headline
 
 
+TERMINATING = "srun: Terminating StepId=4321.0\n"
+ABORTED_STEP = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+FORCED = "srun: forcing job termination\n"
+KILLED_TASKS = "srun: error: gpu-a01: tasks 1-3: Killed\n"
+KILLED_TASK = "srun: error: gpu-a01: task 0: Killed\n"
+MPI_ABORTED = "application called MPI_Abort(MPI_COMM_WORLD, 1) - process 0\n"
+FOR_A_TASK = STEP_ENDED.replace(" ***\n", " DUE TO TASK FAILURE ***\n")
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "ranks"),
+    [
+        (EXITED + TERMINATING + STEP_ENDED + KILLED_TASKS, "rank-exited", (0,)),
+        (EXITED + TERMINATING + FOR_A_TASK + KILLED_TASKS, "rank-exited", (0,)),
+        (EXITED + TERMINATING + KILLED_TASKS, "rank-exited", (0,)),
+        (EXITED + STEP_ENDED + KILLED_TASKS, "rank-exited", (0,)),
+        (EXITED.replace("Exited with exit code 1", "Segmentation fault") + TERMINATING + KILLED_TASKS, "rank-crashed", (0,)),
+        (MPI_ABORTED + ABORTED_STEP + STEP_ENDED + KILLED_TASKS, "rank-exited", (0,)),
+        ("In: PMI_Abort(16, N/A)\n" + ABORTED_STEP + STEP_ENDED + KILLED_TASKS, "rank-exited", ()),
+        # Srun ended the step for these.
+        (KILLED_TASKS + TERMINATING + STEP_ENDED + EXITED, "rank-killed", (1, 2, 3)),
+        (KILLED_TASKS + TERMINATING + STEP_ENDED + KILLED_TASK, "rank-killed", (1, 2, 3)),
+        (KILLED_TASKS, "rank-killed", (1, 2, 3)),
+        # A later step of the same script
+        (EXITED + TERMINATING + STEP_ENDED + "epoch 1\n" * 20 + KILLED_TASKS, "rank-killed", (1, 2, 3)),
+        (KILLED_TASKS.replace("Killed", "Exited with exit code 3"), "rank-exited", (1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_a_task_that_srun_killed_after_the_first_failure(
+    log: str, code: str, ranks: tuple[int, ...]
+) -> None:
+    """It was told as the cause, certain, and the failure before it as what followed from it."""
+    (report,) = _told(log)
+    assert (report.code, report.ranks) == (code, ranks), render.text((report,))
+    assert ("ranks 1-3 were stopped" in report.then) == (1 not in ranks)
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        (FOR_A_TASK.replace("TASK FAILURE", "TIME LIMIT"), "Slurm stopped the job: its time was over"),
+        ("salloc: Job 4321 has exceeded its time limit and its allocation has been revoked.\n" + FORCED, "Slurm stopped the job: its time was over"),
+        ("salloc: Job allocation 4321 has been revoked.\n" + FORCED, "Slurm stopped the job; for whom is not in the log"),
+        ("^Csrun: sending Ctrl-C to StepId=4321.0\n" + FORCED, "the job was stopped by Ctrl-C"),
+        ("", "Slurm stopped the job; for whom is not in the log"),
+    ],
+)  # fmt: skip
+def test_a_task_that_a_stop_killed_is_no_second_cause(stop: str, words: str) -> None:
+    (report,) = _told(stop + ABORTED_STEP + STEP_ENDED + KILLED_TASK)
+    assert (report.code, report.headline) == ("interrupted", words)
+
+
 @pytest.mark.parametrize(
     "stopped",
     [
@@ -1990,6 +2042,33 @@ ROW = """\
 FAILURES = "Failures:\n{}-----\nRoot Cause (first observed failure):\n{}=====\n"
 TO_ENABLE = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 STOPPED = ROW.format(1, "-15", "Signal 15 (SIGTERM) received by PID 27451")
+
+
+@pytest.mark.parametrize(
+    ("code", "later", "told"),
+    [
+        (1, "23:06:45", "rank-exited"),
+        (-6, "23:06:44", "rank-crashed"),
+        (-11, "23:06:43", "rank-crashed"),
+        # Before torchrun sends SIGKILL somebody else has.
+        (1, "23:06:42", "rank-killed"),
+        (1, "", "rank-killed"),
+    ],
+)
+def test_a_rank_that_torchrun_killed_half_a_minute_after_the_first(
+    code: int, later: str, told: str
+) -> None:
+    """It was told as the cause of what had come before it."""
+    killed = ROW.format(0, "-9", "Signal 9 (SIGKILL) received by PID 27450")
+    last = killed.replace("23:06:14", later)
+    report = _told(FAILURES.format(last, ROW.format(1, code, TO_ENABLE)))[0]
+    assert (report.code, report.ranks) == (told, (int(told != "rank-killed"),))
+    assert ("rank 0 was stopped" in report.then) == (told != "rank-killed")
+
+
+def test_a_rank_of_which_two_tell_is_one() -> None:
+    killed = "[0]<stderr>:Killed\nProcess 0 exit with status code 137.\n"
+    assert _told(killed)[0].headline == "rank 0 was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("nameless", [IN_THREAD, IN_PROCESS])

@@ -67,6 +67,7 @@ class End(msgspec.Struct, frozen=True):
     first: bool = False  # the launcher says that this was the first
     # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
     status: str = ""
+    stopped: bool = False  # by its launcher, as the times of two ends show
 
 
 NOT_ENDED = End()
@@ -148,7 +149,7 @@ class Findings(msgspec.Struct, frozen=True):
         unless the whole job did.
         """
         end = ended.end
-        stopped = end.pid in self.stopped
+        stopped = end.stopped or end.pid in self.stopped
         if end.signal == SIGTERM and not stopped:
             by_name = end.first and end.by in ("torchrun", "mp.spawn")
             stopped = not (self.stopped and by_name) or self._was_of_a_stop(ended)

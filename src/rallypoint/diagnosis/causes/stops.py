@@ -169,6 +169,7 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
 
 MOST_SPOKEN = 4  # lines in words that are not known that a report shows
 _MORE_TIME = {
+    "salloc": ("Slurm", "salloc --time=2-00:00:00"),
     "exceeded": ("PBS", "#PBS -l walltime=48:00:00"),
     "LSF": ("LSF", "#BSUB -W 48:00"),
     "user-provided": ("mpirun", "mpirun --timeout 172800"),
@@ -198,14 +199,12 @@ def interrupted_in_log(stop: Sighting) -> Report:
         if host := stop.end.host:
             what = f"{what} on {host}"
             helps = [Help("start it without that node", f"sbatch --exclude={shlex.quote(host)}")]
-    elif "CANCELLED AT" in stop.text:
+    elif schedulers.of_slurms_stop(stop.text):
         what = "Slurm stopped the job; for whom is not in the log"
         look = "sacct -j JOBID --format JobID,State,ExitCode,Reason"
         helps = [Help("see how the job and its steps ended", look)]
     elif number == signals.SIGHUP:
-        what = (
-            "the launcher was stopped by SIGHUP, as when the terminal or the ssh connection closes"
-        )
+        what = "the launcher was stopped by SIGHUP, as when a terminal or ssh connection closes"
         helps = [Help("start it so that it outlives the terminal", "tmux new -s train")]
     elif number and number != signals.SIGINT:
         what = f"the launcher was stopped by {signal_name(number)}"

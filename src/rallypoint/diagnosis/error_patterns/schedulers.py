@@ -195,6 +195,13 @@ SERVICE = "the service that ran it"
 ARGPARSE = "argparse"
 # Python up to 3.10 has the name, and later ones the number.
 _SIGNAL = r"(?:(?P<signal>\d+)|Signals\.(?P<name>SIG\w+))"
+_OF_STOP = (
+    "CANCELLED AT",
+    "srun: Job step aborted",
+    "srun: Terminating ",
+    "salloc: Job allocation ",
+)
+"""Words of Slurm about a step or a job that it stops: whoever asked, also for a task that failed."""
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 _LINES = (
     _line(
@@ -361,7 +368,7 @@ _LINES = (
     _line(
         " exceeded ",  # the second and the third by mail
         r"(?:^|[$#] )(?:=>> PBS: job killed: walltime \d+ exceeded limit|Job exceeded its (?:walltime|cpu time) limit\."
-        r"|MOAB_INFO: +job exceeded wallclock limit)",
+        r"|MOAB_INFO: +job exceeded wallclock limit)|^salloc: Job \d+ has exceeded its time limit\b",
         Sign.INTERRUPTED,
         "TIME LIMIT",
     ),
@@ -383,6 +390,7 @@ _LINES = (
         by="MPI",
         first=True,
     ),
+    _line("PMI_Abort(", r"^In: PMI_Abort\((?P<code>\d+), ", by="MPI", first=True),
     _line(
         "execvp error",
         r"execvp error on file .{1,400} \((?:No such file or directory|Permission denied)\)",
@@ -410,12 +418,12 @@ _LINES = (
         "-C ",
         r"^forrtl: error \(200\): program aborting due to control-C event"
         # MPICH and Intel MPI, Slurm
-        r"|Sending Ctrl-C to processes as requested|^srun: sending Ctrl-C to ",
+        r"|Sending Ctrl-C to processes as requested|^(?:\^C)?srun: sending Ctrl-C to ",
         Sign.INTERRUPTED,
     ),
     _line(
         "CANCELLED AT",  # with its reason
-        r"CANCELLED AT \S+ DUE (?:TO (?P<by>\w[\w ]*?)|to SIGNAL (?P<name>\w+))(?:, SEE [\w ]+)? \*\*\*",
+        r"CANCELLED AT \S+ DUE (?:TO (?!TASK FAILURE)(?P<by>\w[\w ]*?)|to SIGNAL (?P<name>\w+))(?:, SEE [\w ]+)? \*\*\*",
         Sign.INTERRUPTED,
     ),
     _line(  # Ray, PBS
@@ -449,9 +457,13 @@ _LINES = (
     ),
     _line(
         "CANCELLED AT",
-        r"^slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ \*\*\*$",
+        r"^(?:slurmstepd: )?error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+(?: DUE TO TASK FAILURE)? \*\*\*$",
         Sign.INTERRUPTED,
         signal=int(signal.SIGTERM),
+    ),
+    *(
+        _line(word, "^" + word, Sign.INTERRUPTED, signal=int(signal.SIGTERM))
+        for word in _OF_STOP[1:]
     ),
     _line(
         "this job is ",  # submitit
@@ -713,12 +725,12 @@ def of_slurms_stop(text: str) -> bool:
     """Tell whether Slurm says that a step or a job was cancelled, and not why: it does so for
     whoever asked, also for a task that failed.
     """
-    return "CANCELLED AT" in text or "Job step aborted" in text
+    return any(words in text for words in _OF_STOP)
 
 
 def cancelled_for_no_reason(text: str) -> bool:
     """Tell whether Slurm says that it cancelled a job or a step, and not why."""
-    return "CANCELLED AT" in text and "DUE TO" not in text
+    return of_slurms_stop(text) and not re.search(r"DUE TO (?!TASK)|time limit", text)
 
 
 def stalls(text: str) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
+from math import nan
 from signal import SIGTERM
 
 import msgspec
@@ -35,6 +37,7 @@ STRAY = 40  # lines of others that may stand inside a traceback before it is tak
 KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
 MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
 WORDS = 400  # characters of one line that are kept
+GRACE = 30  # seconds after its SIGTERM until torchrun sends SIGKILL
 
 _DURING = "During handling of the above exception, another exception occurred:"
 _BECAUSE = "The above exception was the direct cause of the following exception:"
@@ -536,6 +539,14 @@ class Failure:
         self.fields: dict[str, str] = {}
         self.traceback: Traceback | GroupTraceback | None = None
 
+    @property
+    def at(self) -> float:
+        """Return when it was, in seconds; nan when its line was not pasted."""
+        try:
+            return datetime.strptime(self.fields.get("time", ""), "%Y-%m-%d_%H:%M:%S").timestamp()
+        except ValueError:
+            return nan
+
 
 class Summary(Block):
     """The table of failures that torchrun prints: one paragraph for each rank that failed."""
@@ -587,6 +598,7 @@ class Summary(Block):
 
     def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
         """Tell how each rank ended, and what it raised."""
+        began = next((one.at for one in self._failures if one.first), nan)
         for failure in self._failures:
             fields = failure.fields
             rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", fields.get("rank", ""))
@@ -596,7 +608,8 @@ class Summary(Block):
             number, local, code, pid = (int(x or -1) for x in (*rank.groups(), *status.groups()))
             place, host = Place(log, failure.line, self.last), fields.get("host", "")
             ends = (max(code, 0), max(-code, 0), number, local, pid, host, "torchrun")
-            yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first))
+            stopped = failure.at - began >= GRACE - 1  # the table's times are whole seconds
+            yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first, stopped=stopped))
             for error in failure.traceback.errors() if failure.traceback is not None else ():
                 if not schedulers.of_launcher(error, number):
                     yield Sighting(Sign.RAISED, place, of_rank(number), error=error)

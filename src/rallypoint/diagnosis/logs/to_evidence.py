@@ -119,8 +119,8 @@ class _Log:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self._seen = findings.sightings
-        self._ends = _ends(findings)
         by_stop = self._ended_by_stop()
+        self._ends = _ends(findings, by_stop)
         self._errors = [
             s
             for s in self._seen
@@ -142,9 +142,10 @@ class _Log:
         """DataLoader's workers that the kernel names among those that it killed for memory."""
 
     def _ended_by_stop(self) -> list[Sighting]:
-        """List a DataLoader's words that its worker ended, by no signal or by SIGTERM, soon after
-        the job was stopped: whoever stops a job sends that to all of its processes. What follows
-        one of these soon is of the same stop.
+        """List ends by SIGKILL soon after the job was stopped, which whoever stops a job sends to
+        what has not ended yet. Also a DataLoader's words that its worker ended, by no signal or by
+        SIGTERM: that goes to all processes of a job. What follows one of these soon is of the same
+        stop.
         """
         stops = {s.place.log for s in self._seen if s.sign is Sign.INTERRUPTED}
         found: list[Sighting] = []
@@ -155,7 +156,8 @@ class _Log:
             if soon or s.sign is Sign.INTERRUPTED:
                 last = max(at.line, at.last) + AFTER_STOP + len(self._findings.stopped)
                 until[at.log] = max(last, until.get(at.log, 0))
-            if (soon or stops - {at.log}) and _is_worker_stopped(s.error):
+            killed = soon and s.sign is Sign.ENDED and s.end.signal == SIGKILL
+            if killed or ((soon or stops - {at.log}) and _is_worker_stopped(s.error)):
                 found.append(s)
         return found
 
@@ -290,8 +292,12 @@ class _Log:
         yield from self._exited()
 
     def _of_ends(self, ends: Sequence[Sighting]) -> Iterable[RankEvidence]:
-        """Make evidence of those that ended by the same signal as the first."""
-        yield from (self._of_end(s) for s in ends if s.end.signal == ends[0].end.signal)
+        """Make evidence of those that ended by the same signal as the first, once each."""
+        told: set[int] = set()
+        for s in ends:
+            if s.end.signal == ends[0].end.signal and _rank(s) not in told:
+                told.add(_rank(s))
+                yield self._of_end(s)
 
     def killed_for_memory(self) -> Iterable[RankEvidence]:
         """Make evidence of processes that were killed for memory, by the word of the kernel, Slurm
@@ -381,15 +387,16 @@ class _Log:
         exits = [s for s in exits if s.end.by != schedulers.ARGPARSE] or exits[:1]
         if exits:
             first = next((s for s in exits if s.end.first), exits[0])
+            together = [s for s in exits if s.place == first.place]
             doubt = ""
-            if len(exits) > 1:
+            if len(exits) > len(together):
                 doubt = "other ranks exited, too, and nothing shows which one began"
             elif first.end.code == 1 and (
                 first.end.by != "the launcher" or _LOCAL_RANK.search(first.text)
             ):
                 # 1 is Python's code for any exception. "the launcher" has one process, as a rule.
                 doubt = "no line with its prefix in the log says why: it may have lost another rank"
-            yield self._of_end(first, doubt)
+            yield from (self._of_end(s, doubt) for s in together)
 
     def _unexplained(self) -> list[Sighting]:
         """The ends with a code that is not 0 for which the log has no error that could be
@@ -437,8 +444,9 @@ class _Log:
         spoke = {_rank(s) for s in self._seen if s.has_error} | {s.end.rank for s in self._ends}
         ended = Ended(signal=int(SIGTERM))
         for sighting in self._seen:
-            rank = sighting.end.rank
-            if sighting.end.signal == SIGTERM and rank >= 0 and rank not in spoke:
+            if sighting.sign is not Sign.ENDED or sighting.end.signal not in (SIGKILL, SIGTERM):
+                continue
+            for rank in {sighting.end.rank, *sighting.ranks} - spoke - {-1}:
                 spoke.add(rank)
                 yield self._rank(sighting, rank, sent=("SIGTERM",), ended=ended)
 
@@ -521,15 +529,24 @@ def _is_final(sighting: Sighting) -> bool:
     return classify.cause_of(sighting.error) in _FINAL
 
 
-def _ends(findings: Findings) -> list[Sighting]:
-    """Join the ends of processes, once each: torchrun tells one in a line and again in its table.
+def _ends(findings: Findings, by_stop: Sequence[Sighting]) -> list[Sighting]:
+    """Join the ends of processes, once each: torchrun tells one in a line and again in its table,
+    and srun those of several ranks in one line.
 
     Those that the launcher stopped did not fail.
     """
     by_pid: dict[Hashable, Sighting] = {}
     for sighting in findings.sightings:
         end = sighting.end
-        if sighting.sign is not Sign.ENDED or not findings.has_failed(sighting):
+        if sighting.sign is not Sign.ENDED or sighting in by_stop:
+            continue
+        if not findings.has_failed(sighting):
+            continue
+        if len(sighting.ranks) > 1:
+            for rank in sighting.ranks:
+                one = msgspec.structs.replace(end, rank=rank)
+                one_of = msgspec.structs.replace(sighting, end=one, ranks=())
+                by_pid[sighting.place, rank] = one_of
             continue
         key: Hashable = end.pid or (sighting.place, end.rank)
         if (known := by_pid.get(key)) is not None:
