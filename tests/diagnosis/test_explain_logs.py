@@ -2066,6 +2066,26 @@ def test_a_rank_that_torchrun_killed_half_a_minute_after_the_first(
     assert ("rank 0 was stopped" in report.then) == (told != "rank-killed")
 
 
+@pytest.mark.parametrize(("code", "told"), [(-6, "rank-crashed"), (7, "rank-exited")])
+def test_an_end_before_the_exit_barrier_of_the_agent_in_vain(code: int, told: str) -> None:
+    """The agent waits there for the other nodes when its own ranks have ended: that alone was
+    told.
+    """
+    ended = f"ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: {code}) local_rank: 0 (pid: 27450) of binary: python\n"
+    waited = (
+        "ERROR:torch.distributed.elastic.agent.server.api:Error waiting on exit barrier. Elapsed: 309.2 seconds\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/py/lib/python3.9/site-packages/torch/distributed/elastic/agent/server/api.py", line 906, in _exit_barrier\n'
+        "    store_util.barrier(\n"
+        '  File "/opt/py/lib/python3.9/site-packages/torch/distributed/elastic/utils/store.py", line 31, in get_all\n'
+        '    data = store.get(f"{prefix}{idx}")\n'
+        "RuntimeError: Socket Timeout\n"
+    )
+    (report,) = _told(ended + waited)
+    assert (report.code, report.logs) == (told, ("train.log:1",))
+    assert _told(waited)[0].code == "cause-unknown"
+
+
 def test_a_rank_of_which_two_tell_is_one() -> None:
     killed = "[0]<stderr>:Killed\nProcess 0 exit with status code 137.\n"
     assert _told(killed)[0].headline == "rank 0 was killed by SIGKILL"

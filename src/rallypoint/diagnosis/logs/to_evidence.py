@@ -121,6 +121,8 @@ class _Log:
         self._seen = findings.sightings
         by_stop = self._ended_by_stop()
         self._ends = _ends(findings, by_stop)
+        if self._ends:
+            self._seen = tuple(s for s in self._seen if not _is_of_agent(s.error))
         self._errors = [
             s
             for s in self._seen
@@ -523,6 +525,13 @@ def _is_own(error: Raised) -> bool:
     if classify.fits("producer-gone", error) and not through_loader:
         return True
     return classify.meaning(error) is Meaning.OWN and not classify.nccl_gave_up(error)
+
+
+def _is_of_agent(error: Raised) -> bool:
+    """Tell whether torchrun's agent waited in vain for the other nodes, after its own ranks had
+    ended.
+    """
+    return any(frame.function == "_exit_barrier" for frame in error.frames)
 
 
 def _is_final(sighting: Sighting) -> bool:
