@@ -35,6 +35,7 @@ HALVES = (
     "tenth",
     "eleventh",
     "twelfth",
+    "thirteenth",
     "developed",
 )
 

@@ -915,6 +915,18 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "likely",
             "ValueError: no backend",
         ),
+        (
+            "RuntimeError: Processes 1 exited with error code 10\n",
+            "rank-exited",
+            "certain",
+            "rank 1 exited with code 10",
+        ),
+        (
+            "AssertionError: False is not true : Expected zero exit code but got -11\n",
+            "rank-crashed",
+            "certain",
+            "SIGSEGV",
+        ),
         ("Application 12 exit signals: Killed\n", "rank-killed", "certain", "SIGKILL"),
         (
             "(W pid=4) a.cc:97: Unhandled exception: X. what(): y\n",

@@ -327,6 +327,13 @@ _LINES = (
         by="Paddle",
         first=True,
     ),
+    _line(  # torch's own tests
+        "xi",
+        r"\bProcess(?:es)? (?P<ranks>\d+) exited with error code (?P<code>-?\d+)"
+        r"|\bExpected zero exit code but got (?P<got>-?\d+)",
+        by=SERVICE,
+        first=True,
+    ),
     _line(
         "ed with ",  # whoever ran it; SkyPilot ends the other nodes with 137
         r"(?:^ERROR: Job \w+ failed with return code list: \[(?:(?:0|137),? )*(?<=[\[ ])"
@@ -579,7 +586,7 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
         return line.sign, None, ()
     of_memory = line.sign is Sign.KILLED_FOR_MEMORY
     end = End(signal=int(signal.SIGKILL) if of_memory else line.signal, code=line.code)
-    if code := facts.get("code"):
+    if code := facts.get("code") or facts.get("got"):
         end = exit_of(int(code))
         if end.code == _NTSTATUS_CONTROL_C:
             return Sign.INTERRUPTED, None, ()
