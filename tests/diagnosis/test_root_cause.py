@@ -1926,6 +1926,34 @@ HISTORIES = [
         "the ranks waited for each other in different collectives, barrier and backward(), until the timeout",
         "likely",
     ),
+    History(  # the first that gives up closes the other's connection
+        "ranks-that-both-receive",
+        job(
+            waited(0, TIME_IS_UP, call="recv", phase="running", frames=RECEIVING),
+            lost(1, frames=RECEIVING, call="recv", at=4.01, order=0),
+        ),
+        "cause-unknown",
+        (0, 1),
+        "both ranks waited in recv until the timeout; the cause is not known",
+        "possible",
+    ),
+    History(
+        "ranks-that-send-and-receive-with-other-tags",
+        job(
+            waited(
+                0,
+                TIME_IS_UP,
+                call="send",
+                phase="running",
+                frames=(MAIN, Frame(f"{TORCH}/distributed_c10d.py", 2600, "send", "work.wait()")),
+            ),
+            waited(1, TIME_IS_UP, call="recv", phase="running", frames=RECEIVING),
+        ),
+        "cause-unknown",
+        (0, 1),
+        "both ranks waited in recv and send until the timeout; the cause is not known",
+        "possible",
+    ),
     History(  # of a DTensor
         "a-norm-of-gradients-beside-a-forward",
         job(

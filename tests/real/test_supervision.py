@@ -594,6 +594,24 @@ def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_r
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_shared_memory_of_a_rank_that_is_stopped_is_unlinked(tmp_path: Path) -> None:
+    """The tracker of multiprocessing, which would do it, was killed with the rank's group."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, pathlib, sys, time\nfrom multiprocessing import shared_memory\nmine = os.environ['RANK']\n"
+        "block = shared_memory.SharedMemory(create=True, size=4096)\nfolder = pathlib.Path(sys.argv[1])\n"
+        "(folder / f'new{mine}').write_text(block.name)\n(folder / f'new{mine}').rename(folder / f'block{mine}')\n"
+        "while len(list(folder.glob('block*'))) < 2:\n    time.sleep(0.01)\n"
+        "if mine == '1':\n    raise ValueError('bad batch')\ntime.sleep(600)\n"
+    )
+    result = run_job(["-n", "2", str(program), str(tmp_path)], state=tmp_path)
+    assert result.codes == ["rank-raised"], result.everything
+    blocks = [path.read_text() for path in sorted(tmp_path.glob("block*"))]
+    assert len(blocks) == 2
+    assert not any(Path("/dev/shm", name).exists() for name in blocks)
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_path: Path) -> None:
     """The agent raises its own limit on open files; a rank has the user's."""
     program = tmp_path / "limit.py"

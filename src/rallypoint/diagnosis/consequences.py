@@ -37,7 +37,7 @@ from rallypoint.diagnosis.rank_kinds import (
     moment,
     place_in_order,
 )
-from rallypoint.diagnosis.report import Confidence, Report
+from rallypoint.diagnosis.report import Confidence, Help, Report
 from rallypoint.host.loopback import is_loopback
 
 
@@ -303,13 +303,27 @@ def _waited_alone(scene: Scene) -> Report | None:
 
 
 def _all_waited(scene: Scene) -> Report | None:
-    """Tell of ranks that were all in collectives of the same name until the timeout."""
-    call, *others = {late_ranks.call_of(error) for _, error in scene.waited} or {""}
-    every = len(scene.waited) == len(scene.verdicts) == scene.job.world_size > 1
-    if others or not every or call in ("", "init_process_group") or scene.job.log is not None:
+    """Tell of ranks that were all in collectives of the same name until the timeout. The first that
+    gives up closes its connections, and the others may lose it a moment before their own time.
+    """
+    calls = {late_ranks.call_of(error) for _, error in scene.errors}
+    since = late_ranks.gave_up(scene.waited)
+    every = len(scene.errors) == len(scene.verdicts) == scene.job.world_size > 1
+    together = all(abs(moment(v) - since) <= AFTERMATH for v, _ in scene.errors)
+    in_pairs = calls <= {"send", "recv"}
+    if scene.job.log is not None or not (len(calls) == 1 or in_pairs):
         return None
-    case = scene.case([v for v, _ in scene.waited], "possible")
-    return collectives.all_waited(case, call, scene.waited[0][1])
+    if calls & {"", "init_process_group"} or not (scene.waited and every and together):
+        return None
+    case = scene.case([v for v, _ in scene.errors], "possible")
+    report = collectives.all_waited(case, " and ".join(sorted(calls)), scene.waited[0][1])
+    if not in_pairs:
+        return report
+    why = "each rank sent or received what none received or sent: rank, tag or order do not fit"
+    step = Help(
+        "of two ranks that exchange tensors, let one send first and the other receive first"
+    )
+    return replace(report, why=why, help=(step,))
 
 
 _TOGETHER = (

@@ -272,12 +272,16 @@ def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
     return "backward()" if back else ""
 
 
+POINT_TO_POINT = frozenset(("send", "recv", "isend", "irecv", "batch_isend_irecv"))
+
+
 def waited_in(frames: tuple[Frame, ...]) -> str:
     """Return the call that an error about other ranks left: as `waits_in_ddp`, or a call of torch
-    that makes collectives inside, such as "torch's clip_grad_norm_()" of DTensors.
+    that makes collectives inside, such as "torch's clip_grad_norm_()" of DTensors. "" for `recv`.
     """
     inner = frames[own_index(frames) + 1 :]
     inside = any("/torch/distributed/" in frame.file for frame in inner)
+    inside = inside and not any(frame.function in POINT_TO_POINT for frame in inner)
     return waits_in_ddp(frames) or (called(frames) if inside else "")
 
 

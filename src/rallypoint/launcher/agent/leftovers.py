@@ -10,12 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.host import processes, system_calls
 from rallypoint.host.fd_passing import OwnedFds
+from rallypoint.host.process_status import ProcessStatus, command_line
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 
 # Seconds that a successful rank's children may take to notice its end (multiprocessing's resource
 # tracker, a closing pipe) before they count as left running.
 LEFTOVER_PATIENCE = 0.5
+_TRACKS = "resource_tracker import main"  # in the command line of such a process
+
+# Seconds that a resource tracker gets for unlinking, after all others of its group have ended. It
+# takes some milliseconds.
+TRACKER_PATIENCE = 1.0
 
 
 class Leftovers:
@@ -51,6 +57,19 @@ class Leftovers:
                 "left-running", rank=handle.rank, pids=[one.pid for one in members]
             )
 
+    def kill(self, handle: RankHandle, members: Iterable[ProcessStatus]) -> None:
+        """SIGKILL the `members` that a rank left in its group. A resource tracker of multiprocessing or joblib unlinks the
+        rank's shared memory and semaphores when the others have ended, and is given the time.
+        """
+        pids = {one.pid for one in members}
+        if trackers := {pid for pid in pids if _TRACKS in command_line(pid)}:
+            with _opened(pids - trackers) as others:
+                for pidfd in others.fds:
+                    processes.send(pidfd, signal.SIGKILL)
+            with _opened(trackers) as ends:
+                processes.wait_for_ends(ends.fds, TRACKER_PATIENCE)
+        processes.send_group(handle.pid, signal.SIGKILL)
+
     def end(self, handles: Sequence[RankHandle], hurries: Mapping[int, Callable[[], bool]]) -> None:
         """Send SIGTERM to what these ranks, which have ended, left, and give it the grace; SIGKILL
         is the caller's. `hurries`: descriptors that cut the grace short when they become readable
@@ -82,8 +101,12 @@ class Leftovers:
 
 def _held(handles: Iterable[RankHandle]) -> OwnedFds:
     """Open pidfds of all members of these ranks' groups that still are there."""
+    return _opened(one.pid for handle in handles for one in processes.group_members(handle.pid))
+
+
+def _opened(pids: Iterable[int]) -> OwnedFds:
     pidfds = OwnedFds()
-    for one in (one for handle in handles for one in processes.group_members(handle.pid)):
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            pidfds.add(system_calls.pidfd_open(one.pid))
+            pidfds.add(system_calls.pidfd_open(pid))
     return pidfds

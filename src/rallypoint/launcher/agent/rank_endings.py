@@ -133,7 +133,7 @@ class RankEndings:
             self._leftovers.found(handle)
             return
         if members:
-            processes.send_group(handle.pid, signal.SIGKILL)
+            self._leftovers.kill(handle, members)
         self.reap(handle)
 
     # --- what is left
