@@ -57,9 +57,10 @@ WRAPPERS = frozenset(
 # in different lines.
 COLLECTIVES = frozenset(
     (
-        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_tensor", "all_reduce",
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_gather_tensor", "all_reduce",
         "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
         "gather_object", "init_process_group", "monitored_barrier", "new_group", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+        "reduce_scatter_single",
         "scatter", "scatter_object_list", "_sync_module_states", "_verify_param_shape_across_processes",
     )
 )  # fmt: skip
