@@ -1393,6 +1393,7 @@ FOR_A_TASK = STEP_ENDED.replace(" ***\n", " DUE TO TASK FAILURE ***\n")
         (EXITED.replace("Exited with exit code 1", "Segmentation fault") + TERMINATING + KILLED_TASKS, "rank-crashed", (0,)),
         (MPI_ABORTED + ABORTED_STEP + STEP_ENDED + KILLED_TASKS, "rank-exited", (0,)),
         ("In: PMI_Abort(16, N/A)\n" + ABORTED_STEP + STEP_ENDED + KILLED_TASKS, "rank-exited", ()),
+        (EXITED + "srun: First task exited 60s ago\n" + TERMINATING + STEP_ENDED + KILLED_TASKS, "rank-exited", (0,)),
         # Srun ended the step for these.
         (KILLED_TASKS + TERMINATING + STEP_ENDED + EXITED, "rank-killed", (1, 2, 3)),
         (KILLED_TASKS + TERMINATING + STEP_ENDED + KILLED_TASK, "rank-killed", (1, 2, 3)),
@@ -1418,6 +1419,7 @@ def test_a_task_that_srun_killed_after_the_first_failure(
         ("salloc: Job 4321 has exceeded its time limit and its allocation has been revoked.\n" + FORCED, "Slurm stopped the job: its time was over"),
         ("salloc: Job allocation 4321 has been revoked.\n" + FORCED, "Slurm stopped the job; for whom is not in the log"),
         ("^Csrun: sending Ctrl-C to StepId=4321.0\n" + FORCED, "the job was stopped by Ctrl-C"),
+        ("srun: First task exited 60s ago\n" + TERMINATING, "srun ended the job: a rank had left, and the others went on for too long"),
         ("", "Slurm stopped the job; for whom is not in the log"),
     ],
 )  # fmt: skip
@@ -2060,6 +2062,11 @@ STOPPED = ROW.format(1, "-15", "Signal 15 (SIGTERM) received by PID 27451")
     ("code", "later", "told"),
     [
         (1, "23:06:45", "rank-exited"),
+        (
+            1,
+            "Unable to shutdown process 27450 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL",
+            "rank-exited",
+        ),
         (-6, "23:06:44", "rank-crashed"),
         (-11, "23:06:43", "rank-crashed"),
         # Before torchrun sends SIGKILL somebody else has.
@@ -2073,7 +2080,8 @@ def test_a_rank_that_torchrun_killed_half_a_minute_after_the_first(
     """It was told as the cause of what had come before it."""
     killed = ROW.format(0, "-9", "Signal 9 (SIGKILL) received by PID 27450")
     last = killed.replace("23:06:14", later)
-    report = _told(FAILURES.format(last, ROW.format(1, code, TO_ENABLE)))[0]
+    words = f"W0301 11:20:31 22345 torch/api.py:900] {later}\n"
+    report = _told(words + FAILURES.format(last, ROW.format(1, code, TO_ENABLE)))[0]
     assert (report.code, report.ranks) == (told, (int(told != "rank-killed"),))
     assert ("rank 0 was stopped" in report.then) == (told != "rank-killed")
 

@@ -199,6 +199,9 @@ def interrupted_in_log(stop: Sighting) -> Report:
         if host := stop.end.host:
             what = f"{what} on {host}"
             helps = [Help("start it without that node", f"sbatch --exclude={shlex.quote(host)}")]
+    elif "First task exited" in stop.text:
+        what = "srun ended the job: a rank had left, and the others went on for too long"
+        helps = [Help("see what follows from that", "rallypoint explain rank-left-early")]
     elif schedulers.of_slurms_stop(stop.text):
         what = "Slurm stopped the job; for whom is not in the log"
         look = "sacct -j JOBID --format JobID,State,ExitCode,Reason"
@@ -229,14 +232,12 @@ def reported(headline: Sighting) -> Report:
     found = re.search(schedulers.REPORTED, headline.text)
     assert found is not None
     folder = "".join(f" {shlex.quote(one)}" for one in headline.lines)
-    again = Help(
-        "see it again, with its timeline and the logs of all ranks", f"rallypoint show{folder}"
-    )
+    again = "see it again, with its timeline and the logs of all ranks"
     return Report(
         code=found[1],
         headline=found[2],
         why="rallypoint's own report stands there, with what led to it",
-        help=(again,),
+        help=(Help(again, f"rallypoint show{folder}"),),
         logs=headline.place.shown,
     )
 

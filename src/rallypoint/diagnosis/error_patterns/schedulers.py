@@ -428,6 +428,7 @@ _LINES = (
         r"|Sending Ctrl-C to processes as requested|^(?:\^C)?srun: sending Ctrl-C to ",
         Sign.INTERRUPTED,
     ),
+    _line("First task", r"^srun: First task exited \d+s ago", Sign.INTERRUPTED),  # srun --wait
     _line(
         "CANCELLED AT",  # with its reason
         r"CANCELLED AT \S+ DUE (?:TO (?!TASK FAILURE)(?P<by>\w[\w ]*?)|to SIGNAL (?P<name>\w+))(?:, SEE [\w ]+)? \*\*\*",

@@ -85,7 +85,9 @@ BEGINNING = 40
 NAMELESS = 4  # last lines without a process name that are kept
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 
-_STOPPED = re.compile(r"(?:Sending process|Terminating process|Killing subprocess) (\d+)")
+_STOPPED = re.compile(
+    r"(?:(?:Sending|Terminating|Unable to shutdown) process|Killing subprocess) (\d+)"
+)
 _LAUNCHERS = re.compile(
     r"(?:Sending|Terminating) process \d+|Killing subprocess \d+|^srun: |^slurmstepd: |^\[?[EWIF]\d{3,4} |Setting OMP_NUM_THREADS"
     r"|^[*=-]{20}|^Primary job +terminated|^a non-zero exit code|resource_tracker|semaphore_tracker|len\(cache\)"
