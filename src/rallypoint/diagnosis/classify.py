@@ -222,7 +222,8 @@ def recognised(line: str) -> bool:
     """Tell whether a line that has not the form of an exception names a cause."""
     if len(line) > schedulers.LONGEST or schedulers.NO_FAILURE.search(line):
         return False
-    known = says("ssh-unresolved", line) or _symbol_in(line) or python.NO_FILES.search(line)
+    by_ssh = says("ssh-unresolved", line) or says("ssh-failed", line)
+    known = by_ssh or _symbol_in(line) or python.NO_FILES.search(line)
     return names_cause(line) or bool(known)
 
 
@@ -477,7 +478,7 @@ _LOST_WORDS = re.compile(
     r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
     r"|Failed to recv, got 0 bytes|Application timeout caused pair closure|remote process exit\w*|communicator was aborted"
     r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms"
-    r"|Connect timeout|received the Notify record from remote rank:? ?\[\w+\]|Remote Rank did not send the data in time",
+    r"|Connect timeout|not received the Notify record from remote rank:? ?\[\w+\]|Remote Rank did not send the data in time",
     re.IGNORECASE,
 )
 

@@ -6,6 +6,7 @@ import re
 
 from msgspec.structs import replace
 
+from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.causes.case import Case, again, likely, python_of, subject
 from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import cut, first_line, listed, named
@@ -326,15 +327,23 @@ def cuda_perhaps_forked(case: Case, error: Raised) -> Report:
 
 
 def npu_busy(case: Case, error: Raised) -> Report:
-    """Tell that Ascend's driver says that an earlier job may still have the device."""
+    """Tell that an earlier job may still have the device, by the word of Ascend's driver or
+    Gaudi's.
+    """
+    of_gaudi = classify.words_of("npu-busy", error)["failed"]
+    headline = f"{case.subject} did not get its NPU: an earlier job still has it, says its driver"
+    if of_gaudi:
+        headline = f"{case.subject} did not get its Gaudi: {named(error)}"
     return account(
         likely(case),
         "device-busy",
-        f"{case.subject} did not get its NPU: an earlier job still has it, says its driver",
+        headline,
         error,
-        why='the driver says "Maybe"',
+        why="Gaudi does not say why: mostly another process has it"
+        if of_gaudi
+        else 'the driver says "Maybe"',
         help=(
-            Help("see who has it", "npu-smi info"),
+            Help("see who has it", "hl-smi" if of_gaudi else "npu-smi info"),
             Help("end what is left of the earlier job, and wait for some seconds"),
         ),
     )

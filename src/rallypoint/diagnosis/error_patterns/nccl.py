@@ -30,6 +30,7 @@ CAUSES = {
     "npu-busy": re.compile(  # HCCL, Ascend's own
         r"EJ0001: .*Failed to initialize the HCCP process\. "
         r"Reason: Maybe the last training process is running"
+        r"|\] Device acquire (?P<failed>failed)"  # Gaudi
     ),
 }
 

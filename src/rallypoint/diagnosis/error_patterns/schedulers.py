@@ -19,7 +19,10 @@ from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker, of_r
 
 CAUSES = {
     "ssh-unresolved": re.compile(r"^(?:.{0,60}: )?ssh: Could not resolve hostname (?P<host>\S+): "),
-    "ssh-failed": re.compile(r"\bhost=(?P<host>\S+) was not reachable via ssh\b"),  # DeepSpeed
+    "ssh-failed": re.compile(  # DeepSpeed, ColossalAI
+        r"(?:\bhost=|^Error: failed to run torchrun .{1,1000} on )(?P<host>[^\s,]+)"
+        r"(?: was not reachable via ssh\b|, is localhost: False, exception: (?!Encountered a bad command))"
+    ),
 }
 
 LOST = re.compile(
@@ -780,7 +783,9 @@ def of_launcher(error: Raised, rank: int = -1) -> bool:
     stopped. What a rank calls by `subprocess` itself is its own.
     """
     if not error.type.endswith("CalledProcessError"):
-        return bool(_WRAPPERS.search(error.type))
+        # torchrun waits at its end for the other nodes, whatever its ranks came to
+        at_exit = any(frame.function == "_exit_barrier" for frame in error.frames)
+        return at_exit or bool(_WRAPPERS.search(error.type))
     by = error.frames[-1].file if error.frames else ""
     if _RAISING.search(by):
         return True

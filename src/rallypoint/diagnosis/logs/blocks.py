@@ -48,10 +48,11 @@ _SURE = re.compile(
     r"(?:Error|Exception(?:Group)?|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
 )
 _LONG = re.compile(
-    r"NCCL [Ee]rror|HCCL error|error: Hccl|waiting for$"
+    r"NCCL [Ee]rror|HCCL error|error: Hccl|NPU (?:function )?error[,:]|waiting for$"
     r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
 )
 _RAISING = re.compile(r"raise (?P<type>[A-Z][\w.]*)\([rf]?[\"'](?P<message>[^{]*)")
+_RAY_TASK = re.compile(r"ray\.exceptions\.RayTaskError\(((?!Dist)\w+)\): ")
 _CARETS = re.compile(r"^[\s~^]+$")
 _ANOTHERS = re.compile(
     r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
@@ -161,6 +162,7 @@ class Traceback(Block):
         self._ended = False
         self._doubtful: tuple[str, str, int] | None = None
         self._kind, self._message = "", [""]
+        self._task = ""  # the type of what a task of Ray's raised; its own traceback is below
 
     @classmethod
     def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
@@ -231,6 +233,8 @@ class Traceback(Block):
             self._doubtful = (typed["type"], typed["message"] or "", number)
         elif classify.recognised(body):
             self._end("", body, number)
+        elif (task := _RAY_TASK.match(body)) is not None:
+            self._task = task[1]
         else:
             self.stray += not native(body)
             self.done = self.stray > STRAY
@@ -314,12 +318,14 @@ class Traceback(Block):
         return self._ended and not classify.names_cause(self._message[0])
 
     def break_off(self) -> bool:
-        """Take the exception from the source line that raises it, where the log ends before its
-        name; tell whether it has one now.
+        """Take the exception from the source line that raises it, or from Ray's word for it, where
+        the log ends before its name; tell whether it has one now.
         """
         raising = _RAISING.match(self._frames[-1].source) if self._frames else None
         if raising is not None and not (self._ended or self._doubtful):
             self._end(raising["type"], raising["message"].rstrip("\"') "), self.last)
+        elif self._task and not (self._ended or self._doubtful):
+            self._end(self._task, "", self.last)
         return bool(self._ended or self._doubtful or self.begun_by)
 
     def _keep(self, body: str) -> None:

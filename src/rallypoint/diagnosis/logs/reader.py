@@ -150,7 +150,8 @@ class Reader:
             self._take_all(self._sifter.feed(chunk))
         self._take_all(self._sifter.close())
         for name, (speaker, block) in list(self._open.items()):
-            if isinstance(block, Traceback) and not block.break_off() and not block.ignored:
+            cut = isinstance(block, Traceback) and not block.break_off() and not block.ignored
+            if cut and not self._spoke:
                 self._note(Sign.SPOKEN, block.start, speaker, HEADER)
             self._settle(name)
         for _, which, since in self._watched.values():
