@@ -1449,6 +1449,18 @@ def test_a_task_that_srun_killed_after_the_first_failure(
     assert ("ranks 1-3 were stopped" in report.then) == (1 not in ranks)
 
 
+@pytest.mark.parametrize("crash", ["Segmentation fault", "Bus error"])
+def test_a_crash_after_a_stop_is_not_certain_to_be_the_cause(crash: str) -> None:
+    """A dump takes its time: it may have come first."""
+    crashed = KILLED_TASK.replace("task 0: Killed", f"task 2: {crash}")
+    for log, sure in (
+        (EXITED + TERMINATING + STEP_ENDED + crashed, "likely"),
+        (crashed + TERMINATING + STEP_ENDED + EXITED, "certain"),
+    ):
+        (report,) = _told(log)
+        assert (report.code, report.ranks, report.confidence) == ("rank-crashed", (2,), sure)
+
+
 @pytest.mark.parametrize(
     ("stop", "words"),
     [

@@ -26,7 +26,7 @@ from rallypoint.diagnosis.evidence import (
     Raised,
     RankEvidence,
 )
-from rallypoint.diagnosis.log_events import Findings, Sighting, Sign, Speaker
+from rallypoint.diagnosis.log_events import Findings, Place, Sighting, Sign, Speaker
 from rallypoint.diagnosis.report import Report
 from rallypoint.world import ranks_phrase
 
@@ -119,6 +119,8 @@ class _Log:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self._seen = findings.sightings
+        self._after_stop: set[Place] = set()
+        """The lines that stand soon after a stop of the job."""
         by_stop = self._ended_by_stop()
         self._ends = _ends(findings, by_stop)
         if self._ends:
@@ -158,6 +160,7 @@ class _Log:
             if soon or s.sign is Sign.INTERRUPTED:
                 last = max(at.line, at.last) + AFTER_STOP + len(self._findings.stopped)
                 until[at.log] = max(last, until.get(at.log, 0))
+                self._after_stop.add(at)
             killed = soon and s.sign is Sign.ENDED and s.end.signal == SIGKILL
             if killed or ((soon or stops - {at.log}) and _is_worker_stopped(s.error)):
                 found.append(s)
@@ -367,6 +370,8 @@ class _Log:
             told_by = f"{end.by} says so{where}{pid}"
         if sighting.went_on:
             doubt = _GOES_ON
+        elif end.signal in CRASHES and sighting.place in self._after_stop:
+            doubt = "the job was being stopped when it ended"
         return self._rank(
             sighting,
             _rank(sighting),
