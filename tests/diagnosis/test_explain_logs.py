@@ -972,7 +972,13 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "this line speaks of a failure",
         ),
         ("srun: PrologSlurmctld failed, job killed\n", "interrupted", "certain", "prolog failure"),
-        ("RuntimeError: cancelled\n", "cause-unknown", "certain", "after something else had"),
+        (
+            'Traceback (most recent call last):\n  File "/l/vllm/v1/engine/core.py", line 9, in run\n    f()\nRuntimeError: cancelled\n',
+            "cause-unknown",
+            "certain",
+            "lost another rank",
+        ),
+        ("RuntimeError: cancelled\n", "rank-raised", "likely", "RuntimeError: cancelled"),
     ],
 )
 def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str) -> None:

@@ -54,6 +54,7 @@ _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 _WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
 _UNPICKLERS = re.compile(r"(^|/)(torch/_weights_only_unpickler|pickle)\.py$")
 _PIPES = re.compile(r"(^|/)(multiprocessing|asyncio)/")
+_OF_VLLM = re.compile(r"(^|/)vllm/")
 _STARTING_CUDA = re.compile(r"(^|/)torch/cuda/__init__\.py$")
 # the second in what mp.spawn shows of a child, however it was started
 _IN_CHILD = re.compile(r"(^|/)(multiprocessing/process|torch/multiprocessing/spawn)\.py$")
@@ -529,7 +530,9 @@ def meaning(error: Raised) -> Meaning:
     words = f"{error.type}: {message}"
     if schedulers.WAITED.search(words):
         return Meaning.WAITED
-    return Meaning.LOST if schedulers.LOST.search(words) else Meaning.OWN
+    # vLLM's engine, when one of its workers has ended
+    cancelled = words == "RuntimeError: cancelled" and _through(error, _OF_VLLM)
+    return Meaning.LOST if cancelled or schedulers.LOST.search(words) else Meaning.OWN
 
 
 def in_short(error: Raised) -> str:

@@ -29,7 +29,6 @@ LOST = re.compile(
     r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError"
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost|LocalRayletDied)Error\b"
     r"|\bEngineDeadError\b|(?:WorkerProc|Engine core) initialization failed"  # vLLM
-    r"|^RuntimeError: cancelled$"  # vLLM's engine, when one of its workers has ended
     r"|^ray\.tune\.error\.TuneError: |\bFailed to meet rendezvous\b"  # Ray Tune, torch_xla
 )
 """Exceptions that Horovod, Ray, vLLM, torch_xla and torchrun's rendezvous raise in those that are
