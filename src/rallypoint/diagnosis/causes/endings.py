@@ -20,6 +20,7 @@ from rallypoint.diagnosis.causes.wording import (
     cut,
     first_line,
     has_name,
+    listed,
     named,
     signal_name,
     since,
@@ -349,13 +350,18 @@ def left_early(case: Case) -> Report:
         )
     wait = "wait" if len(joining) > 1 else "waits"
     seen = f"{ranks_phrase(joining)} {wait} in init_process_group" if joining else ""
+    errors = {one.rank: one.raised.frames for one in waiting if one.raised is not None}
+    places = [(one.ranks, stacks.place(one.frames, case.root)) for one in stacks.group(errors)]
+    needed = listed(
+        [f"{ranks_phrase(ranks)} needed it at {place}" for ranks, place in places if place]
+    )
     return of_end(
         case,
         "rank-left-early",
         f"{case.subject} {went} while others still needed {'it' if closed or one else 'them'}",
         where=located(where, first) if where else "",
         why="every rank must make the same collective calls, and stay until the last one",
-        evidence=filter(None, (_when(case, waiting), seen, absent)),
+        evidence=filter(None, (_when(case, waiting), seen, absent, *needed)),
         help=[Help(*step)],
         exit_status=1,
         said=said(case.first, case.first.said),
