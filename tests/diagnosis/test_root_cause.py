@@ -1879,6 +1879,25 @@ HISTORIES = [
         "likely",
     ),
     History(
+        "a-child-of-mp-spawn-was-killed-for-memory",
+        job(
+            rank(
+                0,
+                1,
+                at=1.5,
+                raised=raised(
+                    "torch.multiprocessing.spawn.ProcessExitedException",
+                    "process 1 terminated with signal SIGKILL",
+                ),
+            ),
+            memory=MEMORY,
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL",
+        "certain",
+    ),
+    History(
         "a-child-of-the-missing-rank-was-killed-for-memory",
         job(
             waited(

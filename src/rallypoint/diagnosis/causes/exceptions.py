@@ -56,10 +56,17 @@ def raised(case: Case, error: Raised | None) -> Report:
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
     headline = f"{case.subject} raised {named(error)}"
-    others = listed(_words_of_others(case, error))
-    return account(
-        case, "rank-raised", headline, error, evidence=others, help=help_for(error, case.job)
-    )
+    evidence = [*listed(_words_of_others(case, error))]
+    helps, memory, why = help_for(error, case.job), case.node.memory, ""
+    if memory.oom_kills and _KILLED.search(error.message):
+        why = resources.why_killed(memory, certain=False)
+        evidence += resources.kills_known(memory, "")
+        helps = (*resources.less_memory(case.job), *helps)
+    return account(case, "rank-raised", headline, error, why=why, evidence=evidence, help=helps)
+
+
+_KILLED = re.compile(r"signal SIGKILL|Signals\.SIGKILL|exit ?code[:=]? ?-9\b|[Kk]illed by signal 9")
+"""Words about a process that SIGKILL ended, as mp.spawn, subprocess and libraries have them."""
 
 
 def _words_of_others(case: Case, error: Raised) -> list[str]:
