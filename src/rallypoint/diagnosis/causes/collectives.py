@@ -48,9 +48,9 @@ def missing(
         ),
     ]
     wait_too = not late and all(stacks.in_distributed(rank.stack) for rank in case.ranks)
-    if wait_too or any(rank.halted_by for rank in case.ranks):
+    if wait_too or any(rank.halted_by or rank.dead_child for rank in case.ranks):
         del helps[1]  # no time is enough
-    elif any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
+    if any(rank.dead_child and stacks.waits_in_pool(rank.stack) for rank in case.ranks):
         broken = "use a pool that raises BrokenProcessPool when it loses a process"
         helps = [Help(broken, "concurrent.futures.ProcessPoolExecutor()")]
     came = "did not come in time" if late else "never came"
