@@ -1281,7 +1281,7 @@ REFUSED = (
     ("There are not enough slots available in the system to satisfy the 8\nslots that were requested", "mpirun did not start the job: 8 processes"),
     ("There are not enough slots available in the system to satisfy the 8 slots\nthat were requested", "mpirun did not start the job: 8 processes"),
     ("mpirun has detected an attempt to run as root.", "mpirun did not start the job: it does not run as root"),
-    ("train-1   0/1   ImagePullBackOff   0   5m", "Kubernetes did not start the container: ImagePullBackOff"),
+    ("      Reason:       ImagePullBackOff", "Kubernetes did not start the container: ImagePullBackOff"),
     ("      Reason:       CreateContainerConfigError", "Kubernetes did not start the container: CreateContainerConfigError"),
     ('docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].', "docker did not start the container: "),
     ("FATAL:   could not open image /data/train.sif: no such file or directory", "Apptainer did not start the container: could not open"),
@@ -1310,6 +1310,10 @@ def test_a_job_whose_processes_nobody_started(line: str, headline: str) -> None:
     [
         # The step had been started, and had ended.
         "srun: error: Unable to create step for job 7: Job/step already completing or completed",
+        # What runs beside a job: it may be started again, removed or fetched.
+        "train-0   0/1   ErrImagePull   0   1m\ntrain-0   1/1   Running   0   5m",
+        "Error response from daemon: No such container: old-train",
+        "git@github.com: Permission denied (publickey).",
         # Every interactive job of PBS says so.
         "qsub: waiting for job 130.pbs to start\nqsub: job 130.pbs ready",
         "qsub: job 130.pbs completed",
@@ -1363,6 +1367,12 @@ TIME_LIMIT = (
         ),
         ("nvidia-smi: error while loading shared libraries: libnvidia-ml.so.1: cannot open it\n" + TORCHRUN_ENDS.format(3), "rank-exited"),
         ("-bash: /etc/profile.d/mpi-selector.sh: Permission denied\n", "cause-unknown"),
+        ("ssh: connect to host node3 port 22: Connection refused\nstep 1\n" + TORCHRUN_ENDS.format(1), "rank-exited"),
+        (
+            "root@node2: Permission denied (publickey).\nstep 1\n"
+            "RuntimeError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:825, unhandled system error, NCCL version 2.14.3\n",
+            "nccl-failed",
+        ),
         # A program beside the job tries again and again.
         (("loss 0.1\n" * 6 + "./monitor.sh: line 3: python: command not found\n") * 9, "cause-unknown"),
     ],
@@ -1380,6 +1390,14 @@ def test_a_job_that_ran_did_not_fail_for_what_its_script_did_not_start(log: str,
         SHELL + "srun: error: node1: task 0: Exited with exit code 126\nsrun: error: node2: task 1: Killed\n",
         SHELL + "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"/w/a.py\", line 3, in <module>\n[rank0]:     start()\n"
         "[rank0]: torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.\n",
+        # Whoever waited for it stopped the job, or the script ended by a code of its own.
+        "bash: line 1: torchrun: command not found\n" + TIME_LIMIT,
+        "slurmstepd: error: execve(): python3: No such file or directory\n" + TIME_LIMIT,
+        "/app/run.sh: 3: deepspeed: not found\ncommand terminated with exit code 1\n",
+        SHELL + "srun: error: node1: task 0: Exited with exit code 1\n",
+        "bash: line 1: torchrun: command not found\n[rank0]: Traceback (most recent call last):\n[rank0]:   File \"/w/a.py\", line 3, in <module>\n"
+        "[rank0]:     start()\n[rank0]: torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.\n"
+        + TORCHRUN_ENDS.format(1),
         "r.sh: line 1: exec: torchrun: not found\n",
         "r.sh: 1: exec: torchrun: not found\n",
         "zsh: no such file or directory: ./run.sh\n",

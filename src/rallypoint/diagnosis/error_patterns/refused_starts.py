@@ -36,7 +36,7 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     *(
         (
             word,
-            r"(?:^\S+ +\d+/\d+ +(?:Init:)?|\breason\"?: +\"?|\bReason: +)(?P<reason>ErrImage(?:Never)?Pull|ImagePullBackOff"
+            r"\b[Rr]eason\"?: +\"?(?P<reason>ErrImage(?:Never)?Pull|ImagePullBackOff"
             r"|CreateContainer(?:Config)?Error|RunContainerError)\b",
             "Kubernetes did not start the container: {reason}",
             _EVENTS,
@@ -44,8 +44,8 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         for word in ("Image", "Container")
     ),
     (
-        "rror response from daemon: ",
-        r"^(?:docker: )?Error response from daemon: (?P<reason>(?!.*error running hook).+)$",
+        "docker: Error response",
+        r"^docker: Error response from daemon: (?P<reason>(?!.*error running hook).+)$",
         "docker did not start the container: {reason}",
         None,
     ),
@@ -69,7 +69,7 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     ),
     (
         "ermission denied (",
-        r"^(?:\S{1,200}: )?Permission denied (?P<reason>\([a-z,-]{1,100}\))\.$",
+        r"^(?:(?!git@)\S{1,200}: )?Permission denied (?P<reason>\([a-z,-]{1,100}\))\.$",
         "ssh could not log in: the other machine took no key or password of this user {reason}",
         _LOG_IN,
     ),

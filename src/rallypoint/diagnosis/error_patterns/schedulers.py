@@ -169,7 +169,7 @@ _NOT_RUN = (
     (" binary file", rf"{_SHELLS}(?P<program>{_SCRIPT}): cannot execute binary file(?:: |$)"),
     (
         " shared libraries: ",
-        rf"^(?:\S{{1,300}}: )?(?P<program>{_LAUNCHER_COMMAND}|\.{{0,2}}/[^\s:]{{1,300}}): error while loading shared libraries: ",
+        r"^(?:\S{1,300}: )?(?P<program>[^\s:]{1,300}): error while loading shared libraries: ",
     ),
     (
         "': ",
@@ -569,6 +569,8 @@ def told_by(text: str, *, of_launcher: bool = False) -> Told | None:
     return None
 
 
+OF_RANKS = frozenset(("torchrun", "DeepSpeed", "mp.spawn", "Composer", "Paddle"))
+"""Those that tell of ends, and have started the ranks themselves."""
 _ENDS_BY_LAUNCHER = ("torchrun", "srun", "mpirun", "DeepSpeed", "horovodrun", "Composer", "Paddle")
 
 
@@ -697,6 +699,11 @@ _MISSING = re.compile(
 def by_shell(text: str) -> bool:
     """Tell whether a shell, or a tool that runs another, says that a program did not start."""
     return any(word in text and re.search(words, text) for word, words in _NOT_RUN)
+
+
+def starts_ranks(text: str) -> bool:
+    """Tell whether the program that a shell does not find is one that starts ranks, or Python."""
+    return re.fullmatch(_LAUNCHER_COMMAND, not_started(text)[0]) is not None
 
 
 def not_started(text: str) -> tuple[str, int]:

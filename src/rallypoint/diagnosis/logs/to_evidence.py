@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.diagnosis import classify, confidence, rank_kinds, root_cause, stacks
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.classify import Meaning
-from rallypoint.diagnosis.error_patterns import python, schedulers
+from rallypoint.diagnosis.error_patterns import python, refused_starts, schedulers
 from rallypoint.diagnosis.evidence import (
     Ended,
     JobEvidence,
@@ -423,16 +423,23 @@ class _Log:
             yield self._rank(found[0], -1, not_executed=number, said=(found[0].text,))
 
     def _has_run(self, refusal: Sighting) -> bool:
-        """Tell whether something else than a program that did not start ended the job: it failed
-        after it had started. A shell that does not find a program ends with 126 or 127.
+        """Tell whether something else ended the job than the program that a shell did not find, or
+        that somebody refused to start: the same words may be of a command beside the job.
         """
-        by_shell = schedulers.by_shell(refusal.text)
-        if any(s.end.code and (not by_shell or s.end.code in (126, 127)) for s in self._ends):
-            return False
-        failed = {s.sign for s in self._seen if not s.went_on}
-        errors = [s.error for s in self._errors if s.speaker.rank >= 0 and not s.went_on]
-        own = any(classify.meaning(error) is Meaning.OWN for error in errors)
-        return own or bool(self._ends) or not failed.isdisjoint(_OF_STARTED)
+        text, ends = refusal.text, self._ends
+        refused = refused_starts.read(text) is not None
+        if not (refused or schedulers.by_shell(text)):
+            return False  # the words of what starts the ranks
+        if not refused and any(s.end.code in (126, 127) for s in ends):
+            return False  # as a shell ends then
+        meant = [classify.meaning(s.error) for s in self._errors if not s.went_on]
+        if any(one is not Meaning.WAITED for one in meant):
+            return True
+        signs = _OF_STARTED - ({Sign.INTERRUPTED} if schedulers.starts_ranks(text) else set())
+        coded = any(s.end.code == 1 or (refused and s.end.code) for s in ends)
+        by = {s.end.by for s in ends}
+        ran = (ends and not coded) or (by & schedulers.OF_RANKS and Meaning.WAITED not in meant)
+        return bool(ran) or any(s.sign in signs and not s.went_on for s in self._seen)
 
     # --- those that speak of others
 
