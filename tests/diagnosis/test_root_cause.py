@@ -115,10 +115,11 @@ def lost(
     message: str = CLOSED,
     frames: tuple[Frame, ...] = ALL_REDUCE,
     call: str = "all_reduce",
+    wait: tuple[float, float] = (0.0, 0.0),
     **more: Any,
 ) -> RankEvidence:
     """A rank that a lost connection ended, as an uncaught exception."""
-    error = raised("RuntimeError", message, frames, at=at, call=call)
+    error = raised("RuntimeError", message, frames, at=at, call=call, wait=wait)
     return rank(number, code, order=order, at=at, raised=error, said_traceback=True, **more)
 
 
@@ -1938,7 +1939,7 @@ HISTORIES = [
         job(
             waited(0, TIME_IS_UP, call="barrier", phase="running", frames=BARRIER),
             waited(1, TIME_IS_UP, call="", phase="running", frames=BACKWARD),
-            lost(2, frames=BACKWARD, call="", at=4.01, order=0),
+            lost(2, frames=BACKWARD, call="", at=4.01, order=0, wait=(3.9, 0.0)),
         ),
         "collective-mismatch",
         (0, 1, 2),
@@ -1949,7 +1950,7 @@ HISTORIES = [
         "ranks-that-both-receive",
         job(
             waited(0, TIME_IS_UP, call="recv", phase="running", frames=RECEIVING),
-            lost(1, frames=RECEIVING, call="recv", at=4.01, order=0),
+            lost(1, frames=RECEIVING, call="recv", at=4.01, order=0, wait=(3.9, 0.0)),
         ),
         "cause-unknown",
         (0, 1),
@@ -1971,6 +1972,17 @@ HISTORIES = [
         "cause-unknown",
         (0, 1),
         "both ranks waited in recv and send until the timeout; the cause is not known",
+        "possible",
+    ),
+    History(  # when it came to its forward is not known: it may be late, and of another group
+        "a-barrier-beside-ddps-forward-that-nobody-timed",
+        job(
+            waited(0, TIME_IS_UP, call="barrier", phase="running", frames=BARRIER),
+            lost(1, frames=BACKWARD, call="", at=4.2),
+        ),
+        "collective-mismatch",
+        (0, 1),
+        "the ranks waited for each other in different collectives, barrier and backward(), until the timeout",
         "possible",
     ),
     History(  # of a DTensor
@@ -1996,7 +2008,7 @@ HISTORIES = [
                     Frame(f"{TORCH}/_functional_collectives.py", 142, "wait_tensor"),
                 ),
             ),
-            lost(1, frames=BARRIER, call="barrier", at=4.01),
+            lost(1, frames=BARRIER, call="barrier", at=4.01, wait=(3.9, 0.0)),
         ),
         "collective-mismatch",
         (0, 1),

@@ -230,9 +230,12 @@ def _left_early(scene: Scene) -> Report | None:
 def mismatch(scene: Scene) -> Report | None:
     """Tell of ranks that waited for each other in different collectives."""
     calls = different_collectives(scene.verdicts)
-    if not calls or not any(v.kind is Kind.WAITED for v in scene.hurt):
+    if not calls or scene.late or not any(v.kind is Kind.WAITED for v in scene.hurt):
         return None
-    return collectives.collective_mismatch(scene.case(scene.verdicts), calls)
+    # One that came too late, and to another group, is not told from it where nobody timed its call.
+    timed = all(error.wait[0] for v, error in scene.errors if v.kind is Kind.LOST)
+    confidence: Confidence = "likely" if timed or scene.job.log is not None else "possible"
+    return collectives.collective_mismatch(scene.case(scene.verdicts, confidence), calls)
 
 
 def _named_as_missing(scene: Scene) -> Report | None:
@@ -309,7 +312,10 @@ def _all_waited(scene: Scene) -> Report | None:
     calls = {late_ranks.call_of(error) for _, error in scene.errors}
     since = late_ranks.gave_up(scene.waited)
     every = len(scene.errors) == len(scene.verdicts) == scene.job.world_size > 1
-    together = all(abs(moment(v) - since) <= AFTERMATH for v, _ in scene.errors)
+    together = all(
+        v.kind is Kind.WAITED or (error.wait[0] and error.at - error.wait[0] <= since)
+        for v, error in scene.errors
+    )
     in_pairs = calls <= {"send", "recv"}
     if scene.job.log is not None or not (len(calls) == 1 or in_pairs):
         return None

@@ -19,8 +19,8 @@ from rallypoint.launcher.agent.process_handles import RankHandle
 LEFTOVER_PATIENCE = 0.5
 _TRACKS = "resource_tracker import main"  # in the command line of such a process
 
-# Seconds that a resource tracker gets for unlinking, after all others of its group have ended. It
-# takes some milliseconds.
+# Seconds that all resource trackers get for unlinking, when the ranks have ended. It takes some
+# milliseconds; a process that has left the group may keep one waiting.
 TRACKER_PATIENCE = 1.0
 
 
@@ -57,18 +57,23 @@ class Leftovers:
                 "left-running", rank=handle.rank, pids=[one.pid for one in members]
             )
 
-    def kill(self, handle: RankHandle, members: Iterable[ProcessStatus]) -> None:
-        """SIGKILL the `members` that a rank left in its group. A resource tracker of multiprocessing or joblib unlinks the
-        rank's shared memory and semaphores when the others have ended, and is given the time.
+    def spare_trackers(self, members: Iterable[ProcessStatus]) -> bool:
+        """SIGKILL what a rank left but for resource trackers of multiprocessing or joblib. These
+        unlink the rank's shared memory and semaphores when the others have ended. Tells whether there
+        is one: `wait_for_trackers` must come then.
         """
         pids = {one.pid for one in members}
-        if trackers := {pid for pid in pids if _TRACKS in command_line(pid)}:
-            with _opened(pids - trackers) as others:
-                for pidfd in others.fds:
-                    processes.send(pidfd, signal.SIGKILL)
-            with _opened(trackers) as ends:
-                processes.wait_for_ends(ends.fds, TRACKER_PATIENCE)
-        processes.send_group(handle.pid, signal.SIGKILL)
+        trackers = {pid for pid in pids if _TRACKS in command_line(pid)}
+        with _opened(pids - trackers if trackers else ()) as others:
+            for pidfd in others.fds:
+                processes.send(pidfd, signal.SIGKILL)
+        return bool(trackers)
+
+    def wait_for_trackers(self, handles: Iterable[RankHandle]) -> None:
+        """Wait until the trackers of these ranks, which have ended, have ended, too."""
+        members = (one.pid for handle in handles for one in processes.group_members(handle.pid))
+        with _opened(pid for pid in members if _TRACKS in command_line(pid)) as ends:
+            processes.wait_for_ends(ends.fds, TRACKER_PATIENCE)
 
     def end(self, handles: Sequence[RankHandle], hurries: Mapping[int, Callable[[], bool]]) -> None:
         """Send SIGTERM to what these ranks, which have ended, left, and give it the grace; SIGKILL

@@ -132,8 +132,10 @@ class RankEndings:
         if members and not action.kill:
             self._leftovers.found(handle)
             return
+        if members and self._leftovers.spare_trackers(members):
+            return  # reaped at the job's end
         if members:
-            self._leftovers.kill(handle, members)
+            processes.send_group(handle.pid, signal.SIGKILL)
         self.reap(handle)
 
     # --- what is left
@@ -144,6 +146,7 @@ class RankEndings:
         """
         if hurries is not None:
             self._leftovers.end(self._unreaped(), hurries)
+        self._leftovers.wait_for_trackers(self._unreaped())
         self._job.console.say_immortal(self.kill_family())
         self.reap_ranks()
 
