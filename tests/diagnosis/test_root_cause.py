@@ -2024,7 +2024,7 @@ HISTORIES = [
         "world-size-differs",
         (0, 1),
         "both ranks called init_process_group with world_size=4, and the job has 2 ranks",
-        "likely",
+        "possible",
     ),
     History(  # more time would not help
         "the-missing-rank-was-stopped",

@@ -41,6 +41,17 @@ def test_frames_are_outermost_first_and_without_ours() -> None:
     assert stacks.current_frames(DUMP) == frames
 
 
+def test_text_that_a_program_runs_is_in_its_stack_and_our_first_line_is_not() -> None:
+    frames = stacks.main_frames(
+        'Current thread 0x00007f (most recent call first):\n  File "<string>", line 2 in <module>\n'
+        '  File "/home/ada/exp/train.py", line 60 in <module>\n  File "<string>", line 4 in <module>\n'
+    )
+    assert [(frame.file, frame.line) for frame in frames] == [
+        ("/home/ada/exp/train.py", 60),
+        ("<string>", 2),
+    ]
+
+
 def test_a_stack_in_one_line_names_the_programs_line_and_the_call_it_is_in() -> None:
     root = stacks.root_of("train.py", stacks.main_frames(DUMP))
     assert root == "/home/ada/exp/"

@@ -214,7 +214,10 @@ def _larger_group(scene: Scene) -> Report | None:
     size = scene.job.world_size
     if not scene.waited or len(here) < size or any(at.world_size <= size for at in here):
         return None
-    return rendezvous_mismatch.world_size_differs(scene.case(scene.verdicts))
+    # A launcher beside this one may start the others.
+    report = rendezvous_mismatch.world_size_differs(scene.case(scene.verdicts, "possible"))
+    why = "a group is complete when as many ranks have come as its world_size says"
+    return replace(report, why=why)
 
 
 def _left_early(scene: Scene) -> Report | None:

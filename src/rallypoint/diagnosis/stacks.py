@@ -116,12 +116,7 @@ def parse(dump: str) -> tuple[Thread, ...]:
             inside = False
             if line.startswith("Fatal Python error"):
                 threads.clear()
-    return _last_dump(
-        [
-            Thread(current, tuple(one for one in reversed(frames) if not hidden(one)), name)
-            for current, name, frames in threads
-        ]
-    )
+    return _last_dump([Thread(current, _shown(frames), name) for current, name, frames in threads])
 
 
 def _last_dump(threads: list[Thread]) -> tuple[Thread, ...]:
@@ -161,12 +156,20 @@ def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
     return rank.stack or current_frames(rank.stack_text) or current_frames("\n".join(rank.said))
 
 
-def hidden(frame: Frame) -> bool:
+def _shown(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    kept: list[Frame] = []
+    for one in reversed([*frames]):
+        if not hidden(one, first=not kept):
+            kept.append(one)
+    return tuple(kept)
+
+
+def hidden(frame: Frame, *, first: bool = True) -> bool:
     """Tell whether a frame is neither the program's nor a library's: the launcher's, runpy's,
-    importlib's, that of a first line.
+    importlib's, that of a first line. `first`: no frame of the program stands before it.
     """
     if frame.file == _TYPED:
-        return frame.line == 1 and frame.function == "<module>"  # others are text for `exec`
+        return first and (frame.function == "<module>" or frame.function.startswith("__"))
     return bool(_OURS.search(frame.file) or _INTERPRETER.search(frame.file))
 
 

@@ -55,7 +55,7 @@ def _by_weight(lines: Sequence[str], kind: str) -> Iterator[Sequence[int]]:
         if (frame := _FRAME.match(line)) is not None:
             end = next((j for j in range(i + 1, len(lines)) if not lines[j].startswith("    ")), i)
             one = Frame(frame["file"], int(frame["line"]), frame["function"] or "")
-            foreign = stacks.library(one) or stacks.hidden(one)
+            foreign = stacks.library(one) or stacks.hidden(one, first=not own)
             (others if foreign else own).append(range(i, end))
         elif i and lines[i - 1].startswith("  ") and line[:1].strip() and line not in _JOINTS:
             names.append(i)
