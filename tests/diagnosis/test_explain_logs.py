@@ -1473,6 +1473,48 @@ def test_a_task_that_srun_killed_after_the_first_failure(
     assert ("ranks 1-3 were stopped" in report.then) == (1 not in ranks)
 
 
+def test_the_first_killed_task_of_a_step_that_slurm_ended_for_a_task() -> None:
+    """Only the stop was told, though the words say that a task failed."""
+    rest = KILLED_TASKS.replace("Killed", "Terminated")
+    (report,) = _told(FOR_A_TASK + KILLED_TASK + rest)
+    assert (report.code, report.ranks, report.confidence) == ("rank-killed", (0,), "likely")
+
+
+@pytest.mark.parametrize("stop", [ABORTED_STEP, STEP_ENDED])
+def test_a_kill_in_a_later_step_is_no_part_of_an_earlier_stop(stop: str) -> None:
+    """The kill was taken for one by the stop, and only the stop was told, as certain."""
+    log = stop + "+ srun python train.py\nepoch 1\nepoch 2\nepoch 3\n" + KILLED_TASK
+    told = [(report.code, report.confidence) for report in _told(log)]
+    assert told == [("interrupted", "likely"), ("rank-killed", "likely")]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "salloc: Relinquishing job allocation 65\nsalloc: Job allocation 65 has been revoked.\n",
+        TERMINATING,
+    ],
+)
+def test_what_slurm_says_at_every_end_is_no_stop(end: str) -> None:
+    (report,) = _told("salloc: Granted job allocation 65\nepoch 1\nTraining finished\n" + end)
+    assert (report.code, "nothing in these" in report.headline) == ("cause-unknown", True)
+
+
+def test_a_kill_for_memory_that_slurm_names_after_it_stopped_the_step() -> None:
+    """The stop stood first, and the kill as what followed from it."""
+    killed = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0 cgroup.\n"
+    tasks = "srun: error: n1: task 3: Out Of Memory\n"
+    (report,) = _told(ABORTED_STEP + killed + tasks)
+    assert (report.code, report.ranks) == ("rank-out-of-memory", (3,))
+
+
+def test_a_pid_is_no_rank() -> None:
+    (report,) = _told("epoch 1\nProcess 48213 exited with error code 1\n")
+    assert (report.code, report.ranks) == ("rank-exited", ())
+    of_torch = "RuntimeError: Process 1 exited with error code 10 and exception:\n"
+    assert _told(of_torch)[0].ranks == (1,)
+
+
 @pytest.mark.parametrize("crash", ["Segmentation fault", "Bus error"])
 def test_a_crash_after_a_stop_is_not_certain_to_be_the_cause(crash: str) -> None:
     """A dump takes its time: it may have come first."""

@@ -235,10 +235,21 @@ def of_place(code: str, place: Place | None, spoken: Sequence[Sighting]) -> Sigh
     return min(before, key=lambda s: s.place.line, default=None)
 
 
+_SOON = 10
+"""Lines after the words of a stop in which Slurm tells what it was for."""
+
+
 def answers(stop: Sighting, seen: Iterable[Sighting]) -> bool:
     """Tell whether a launcher's stop by a signal stands after a failure in the same log: whoever
-    ends a job for one sends the same.
+    ends a job for one sends the same. Also a stop for which Slurm names no reason, where it tells
+    of a failure soon after it.
     """
+    if schedulers.cancelled_for_no_reason(stop.text):
+        of_task = schedulers.is_for_a_task(stop.text)
+        for s in seen:
+            soon = 0 < s.place.line - stop.place.line <= _SOON and s.place.log == stop.place.log
+            if soon and (s.sign is Sign.KILLED_FOR_MEMORY or (of_task and s.sign is Sign.ENDED)):
+                return True  # Slurm often tells of the failure after the stop for it
     if stop.end.by:  # Slurm names its reason: the time limit, a preemption
         return False
     failures = (

@@ -201,7 +201,6 @@ _OF_STOP = (
     "CANCELLED AT",
     "srun: Job step aborted",
     "srun: Terminating ",
-    "salloc: Job allocation ",
 )
 """Words of Slurm about a step or a job that it stops: whoever asked, also for a task that failed."""
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
@@ -331,7 +330,7 @@ _LINES = (
     ),
     _line(  # torch's own tests
         "xi",
-        r"\bProcess(?:es)? (?P<ranks>\d+) exited with error code (?P<code>-?\d+)"
+        r"\bProcess(?:es|(?= \d+ .{1,40} and exception:)) (?P<ranks>\d+) exited with error code (?P<code>-?\d+)"
         r"|\bExpected zero exit code but got (?P<got>-?\d+)",
         by=SERVICE,
         first=True,
@@ -743,6 +742,13 @@ def of_slurms_stop(text: str) -> bool:
     whoever asked, also for a task that failed.
     """
     return any(words in text for words in _OF_STOP)
+
+
+def is_for_a_task(text: str) -> bool:
+    """Tell whether Slurm says that it ends a step for a task that failed or left. "Terminating"
+    alone is no failure: it stands after tasks that ended well, too.
+    """
+    return "DUE TO TASK FAILURE" in text or "srun: Terminating " in text
 
 
 def cancelled_for_no_reason(text: str) -> bool:

@@ -147,21 +147,32 @@ class _Log:
 
     def _ended_by_stop(self) -> list[Sighting]:
         """List ends by SIGKILL soon after the job was stopped, which whoever stops a job sends to
-        what has not ended yet. Also a DataLoader's words that its worker ended, by no signal or by
-        SIGTERM: that goes to all processes of a job. What follows one of these soon is of the same
-        stop.
+        what has not ended yet. Where no failure stands before the stop, only those in the next
+        lines: others may be of a later step. Also a DataLoader's words that its worker ended, by no
+        signal or by SIGTERM: that goes to all processes of a job. What follows one of these soon is
+        of the same stop.
         """
         stops = {s.place.log for s in self._seen if s.sign is Sign.INTERRUPTED}
         found: list[Sighting] = []
         until: dict[str, int] = {}
+        failed = stopped = False
+        next_line = 0
         for s in sorted(self._seen, key=_line):
             at = s.place
             soon = at.line <= until.get(at.log, -1)
+            of_its_own = s.has_error and not classify.is_stop(s.error) and not s.went_on
+            ended = s.sign is not Sign.INTERRUPTED and self._findings.has_failed(s)
+            failed = failed or (not soon and (ended or of_its_own))
             if soon or s.sign is Sign.INTERRUPTED:
                 last = max(at.line, at.last) + AFTER_STOP + len(self._findings.stopped)
                 until[at.log] = max(last, until.get(at.log, 0))
                 self._after_stop.add(at)
-            killed = soon and s.sign is Sign.ENDED and s.end.signal == SIGKILL
+                stopped = stopped or (
+                    s.sign is Sign.INTERRUPTED and not schedulers.is_for_a_task(s.text)
+                )
+            of_stop = failed or (stopped and at.line <= next_line)
+            next_line = max(at.line, at.last) + 1
+            killed = soon and of_stop and s.sign is Sign.ENDED and s.end.signal == SIGKILL
             if killed or ((soon or stops - {at.log}) and _is_worker_stopped(s.error)):
                 found.append(s)
         return found
@@ -370,7 +381,7 @@ class _Log:
             told_by = f"{end.by} says so{where}{pid}"
         if sighting.went_on:
             doubt = _GOES_ON
-        elif end.signal in CRASHES and sighting.place in self._after_stop:
+        elif end.signal in (*CRASHES, SIGKILL) and sighting.place in self._after_stop:
             doubt = "the job was being stopped when it ended"
         return self._rank(
             sighting,
