@@ -1515,6 +1515,22 @@ def test_a_pid_is_no_rank() -> None:
     assert _told(of_torch)[0].ranks == (1,)
 
 
+NOT_CONNECTED = "n1:33:55 [0] misc/socket.cc:500 NCCL WARN socketStartConnect: Connect to 10.0.0.2<41> failed : Software caused connection abort\n"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        NOT_CONNECTED + "n1:33:55 [0] NCCL INFO Using network Socket\nstep 1\n" + NOT_CONNECTED,
+        "step 1\n" + NOT_CONNECTED + "n1:33:77 [0] NCCL INFO comm 0x2 rank 0 nranks 4 cudaDev 0 Init COMPLETE\n",
+    ],
+    ids=["again", "another communicator"],
+)  # fmt: skip
+def test_a_warning_of_nccl_that_nothing_took_back(log: str) -> None:
+    """It was passed over, and no cause was known."""
+    assert _told(log)[0].code == "nccl-failed"
+
+
 @pytest.mark.parametrize("crash", ["Segmentation fault", "Bus error"])
 def test_a_crash_after_a_stop_is_not_certain_to_be_the_cause(crash: str) -> None:
     """A dump takes its time: it may have come first."""

@@ -37,10 +37,10 @@ CAUSES = {
 REMARKS = re.compile(r"^Failed to open lib|\bcan lead to\b|\bNET/Plugin\b|is deprecated")
 """Warnings of NCCL and RCCL that nothing has to follow from: optional libraries, settings."""
 
-_PROCESS = r"(?<![\w.-])(?P<process>[\w.-]{1,100}:\d{1,9}):\d{1,9} \[\d{1,4}\] "
-PROCESS = re.compile(_PROCESS)
-STARTED = re.compile(rf"{_PROCESS}NCCL INFO (?:Using network |.{{0,300}} Init COMPLETE)")
-"""Words of a process of NCCL's that what it had warned of before did not stop."""
+_THREAD = r"(?<![\w.-])(?P<thread>[\w.-]{1,100}:\d{1,9}:\d{1,9}) \[\d{1,4}\] "
+THREAD = re.compile(_THREAD)
+STARTED = re.compile(rf"{_THREAD}NCCL INFO (?:Using network |.{{0,300}} Init COMPLETE)")
+"""Words of a thread of NCCL's that what it had warned of before did not stop."""
 
 WAITED = re.compile(  # HCCL, Ascend's own
     r"Remote Rank did not send the data in time|wait execution of the Notify register times out",

@@ -141,7 +141,7 @@ class Reader:
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
-        self._warned: dict[int, set[str]] = {}  # NCCL's warnings, and its processes that had them
+        self._warned: dict[int, set[str]] = {}  # NCCL's warnings, and its threads that had them
         self._spawned = (0, -1)  # a line below which the traceback of a rank begins, and the rank
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
@@ -218,8 +218,8 @@ class Reader:
             seen = self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
             if seen is not None:
                 self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
-                if (found := nccl.PROCESS.search(text)) is not None:
-                    self._warned.setdefault(seen, set()).add(found["process"])
+                if (found := nccl.THREAD.search(text)) is not None:
+                    self._warned.setdefault(seen, set()).add(found["thread"])
         elif block := self._message(number, words or text):
             mine = self._open.get(speaker.name)  # inside a traceback it is no message of its own
             says_more = mine is not None and isinstance(mine[1], Traceback) and mine[1].says_little
@@ -413,7 +413,8 @@ class Reader:
             place = sighting.place if known.went_on else known.place
             # The job goes on without a program that was not started.
             went_on = known.went_on and known.sign is Sign.NOT_STARTED
-            self._seen[number] = msgspec.structs.replace(known, place=place, went_on=went_on)
+            again = {"sign": sighting.sign, "place": place, "went_on": went_on}
+            self._seen[number] = msgspec.structs.replace(known, **again)
             return number
         if len(self._seen) >= MOST_SIGHTINGS:
             return None
@@ -480,14 +481,14 @@ class Reader:
             self._add(name, sum(mark in body and NCCL_INFO.encode() not in body for body in passed))
 
     def _get_over(self, text: str) -> None:
-        """Take NCCL's warnings back where all processes that had them were connected after that:
+        """Take NCCL's warnings back where all threads that had them were connected after that:
         they went without a plugin, or by another network.
         """
         if not self._warned or (found := nccl.STARTED.search(text)) is None:
             return
-        for number, processes in list(self._warned.items()):
-            processes.discard(found["process"])
-            if not processes:
+        for number, threads in list(self._warned.items()):
+            threads.discard(found["thread"])
+            if not threads:
                 del self._warned[number]
                 seen = self._seen[number]
                 self._seen[number] = msgspec.structs.replace(seen, sign=Sign.SPOKEN, went_on=True)
