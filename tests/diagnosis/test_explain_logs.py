@@ -1411,6 +1411,46 @@ def test_a_rank_that_a_shell_did_not_start(log: str) -> None:
     assert _told(log)[0].code == "start-failed"
 
 
+NAMELESS = 'Traceback (most recent call last):\n  File "/w/t.py", line 1, in <module>\n    f()\nValueError: bad shard 7\n'
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ranks"),
+    [("tasks 0-7: Exited with exit code 1", ()), ("task 2: Exited with exit code 1\nsrun: error: n1: tasks 0-1,3: Exited with exit code 1", (2,))],
+)  # fmt: skip
+def test_an_error_without_a_name_is_not_that_of_all_tasks_in_a_list(
+    tasks: str, ranks: tuple[int, ...]
+) -> None:
+    """One raises, and the others end with 1 as they lose it: all of them were told to have raised it."""
+    report = _told(f"{NAMELESS}srun: error: n1: {tasks}\n")[0]
+    assert (report.code, report.ranks) == ("rank-raised", ranks)
+
+
+def test_an_ignored_exception_in_one_line_is_no_cause() -> None:
+    joined = 'Traceback (most recent call last):   File "/a/b.py", line 3, in __del__     x() AttributeError: x is None'
+    assert (
+        _told(f"Exception ignored in: <function X.__del__>\n{joined}\n")[0].code == "cause-unknown"
+    )
+
+
+def test_a_number_of_a_signal_is_no_exit_code_of_mpich() -> None:
+    bar = "=" * 80
+    (report,) = _told(
+        f"{bar}\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 1 RUNNING AT n1\n=   EXIT CODE: 9\n"
+        f"=   CLEANING UP REMAINING PROCESSES\n{bar}\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Terminated (signal 15)\n"
+    )
+    assert report.code == "rank-killed"
+
+
+def test_a_row_of_a_table_is_no_exception() -> None:
+    assert _told("| ValueError: x | 3 |\n")[0].code != "rank-raised"
+
+
+def test_a_traceback_in_one_line_of_many_frames_is_read_at_once() -> None:
+    line = 'Traceback (most recent call last):   File "/a/b.py"' + ", line 1, in x" * 30_000
+    assert _told(line + " ValueError: bad shard\n")
+
+
 RANK_TERMINATED = (
     "W0302 11:21:02 22345 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 22402 closing signal SIGTERM\n"
     + TORCHRUN_ENDS.format(-15)

@@ -45,7 +45,7 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     ),
     (
         "docker: Error response",
-        r"^docker: Error response from daemon: (?P<reason>(?!.*error running hook).+)$",
+        r"^docker: Error response from daemon: (?P<reason>(?!.*(?:error running hook|exec: \")).+)$",
         "docker did not start the container: {reason}",
         None,
     ),

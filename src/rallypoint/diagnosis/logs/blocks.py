@@ -37,6 +37,8 @@ STRAY = 40  # lines of others that may stand inside a traceback before it is tak
 KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
 MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
 WORDS = 400  # characters of one line that are kept
+# Numbers of signals that MPICH gives as an exit code.
+FATAL_SIGNALS = frozenset((4, 6, 7, 8, 9, 11))
 GRACE = 30  # seconds after its SIGTERM until torchrun sends SIGKILL
 
 _DURING = "During handling of the above exception, another exception occurred:"
@@ -670,7 +672,8 @@ class MpiExit(Block):
         told = self._told
         code, signal = int(told.get("code", 0)), int(told.get("signal", 0))
         # MPICH names in its last line the signal by which it ended the others, too.
-        signal = 0 if signal == SIGTERM and code not in (0, SIGTERM) else signal
+        if signal == SIGTERM and code not in (0, SIGTERM):
+            signal = code if self._by == "mpiexec" and code in FATAL_SIGNALS else 0
         if code > 0 or signal:
             end = msgspec.structs.replace(
                 End(signal=signal) if signal else schedulers.exit_of(code),

@@ -94,8 +94,9 @@ _LAUNCHERS = re.compile(
 )
 # Ray's last word where it knows no more
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"
-# the end of a traceback that became one line
-_IN_ONE_LINE = re.compile(r", line \d+, in .*? ((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+JOINED = 2000  # characters at its end that are read of a traceback which became one line
+# the end of it
+_IN_ONE_LINE = re.compile(r"\d+, in .*? ((?:\w{1,60}\.){0,9}\w{0,60}(?:Error|Exception): .+)$")
 _PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
 _SHELL = "\0the shell"  # the name under which a shell's words are watched
 _LONG = "\0long after an import of "  # the same for its imports that failed
@@ -262,7 +263,9 @@ class Reader:
         group = GroupTraceback.HEAD.search(text[:at])
         at = group.start() if group is not None else at
         before = text[:at].strip()
-        joined = _IN_ONE_LINE.search(text.rpartition(' File "')[2])
+        last_frame = text[-JOINED:].rpartition(' File "')[2].rpartition(", line ")[2]
+        joined = _IN_ONE_LINE.match(last_frame)
+        ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
         if before and not before.startswith(("Original", "Remote")):
             speaker, words = prefixes.before_traceback(text[:at], speaker)
             self._ranks.add(speaker.rank)
@@ -270,9 +273,9 @@ class Reader:
                 self._read_line(number, speaker, words)
             text = HEADER
         if joined is not None:
-            self._read_line(number, speaker, joined[1])
+            if not ignored:
+                self._read_line(number, speaker, joined[1])
             return
-        ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
         block = GroupTraceback(number) if group else Traceback(number, text)
         block.ignored = ignored
         if self._spawned[0] == number - 1:
@@ -283,7 +286,7 @@ class Reader:
         """Open what a line begins that has the form of an exception's last, or tells a cause. A
         program that does not compile has no traceback, but its place before that.
         """
-        text = GroupTraceback.BAR.sub("", text)
+        text = text if text.endswith("|") else GroupTraceback.BAR.sub("", text)
         # A log may be one exception, and be indented as a whole.
         named = schedulers.exception(text.lstrip() if number == 1 else text)
         if named is None:

@@ -8,6 +8,7 @@ the log has one for it. The line where something stands takes the place of the c
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from signal import SIGABRT, SIGKILL, SIGTERM
 from typing import Any
@@ -250,7 +251,10 @@ class _Log:
         # members of one exception group have its place
         if len({one[0].place for one in groups if all(_rank(s) < 0 for s in one)}) != 1:
             return [], self._unprefixed()
-        failed = [s.end for s in self._ends if s.end.code and s.end.rank not in self._spoke]
+        ends = [s for s in self._ends if s.end.code and s.end.rank not in self._spoke]
+        # Of a list of tasks the others may have lost the one that raised it.
+        lists = Counter(s.place for s in ends if s.end.by == "srun")
+        failed = [s.end for s in ends if lists[s.place] < 2]
         doubt = ""
         if len(failed) > 1 and any(_rank(s) < 0 and s not in self._own for s in self._errors):
             failed = [end for end in failed if end.first] or failed
