@@ -1520,12 +1520,36 @@ def test_the_first_killed_task_of_a_step_that_slurm_ended_for_a_task() -> None:
     assert (report.code, report.ranks, report.confidence) == ("rank-killed", (0,), "likely")
 
 
-@pytest.mark.parametrize("stop", [ABORTED_STEP, STEP_ENDED])
-def test_a_kill_in_a_later_step_is_no_part_of_an_earlier_stop(stop: str) -> None:
+@pytest.mark.parametrize(
+    ("stop", "codes"),
+    [
+        (ABORTED_STEP, ["rank-killed"]),
+        (TERMINATING, ["rank-killed"]),
+        (STEP_ENDED, ["interrupted", "rank-killed"]),
+    ],
+)
+def test_a_kill_in_a_later_step_is_no_part_of_an_earlier_stop(stop: str, codes: list[str]) -> None:
     """The kill was taken for one by the stop, and only the stop was told, as certain."""
     log = stop + "+ srun python train.py\nepoch 1\nepoch 2\nepoch 3\n" + KILLED_TASK
     told = [(report.code, report.confidence) for report in _told(log)]
-    assert told == [("interrupted", "likely"), ("rank-killed", "likely")]
+    assert told == [(code, "likely") for code in codes]
+
+
+@pytest.mark.parametrize("stop", [ABORTED_STEP, TERMINATING])
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (MPI_ABORTED, "rank-exited"),
+        (EXITED.replace("code 1", "code 137"), "rank-killed"),
+        (EXITED, "rank-exited"),
+        ("Traceback (most recent call last):\n  File \"/a/train.py\", line 3, in <module>\n    f()\nValueError: no\n" + EXITED, "rank-raised"),
+    ],
+)  # fmt: skip
+def test_a_failure_that_stands_after_sruns_word_of_the_end(
+    stop: str, failure: str, code: str
+) -> None:
+    """Srun writes by itself, and what a task wrote comes later: the stop was told as the cause."""
+    assert [report.code for report in _told("epoch 1\n" + stop + failure)] == [code]
 
 
 @pytest.mark.parametrize(
@@ -1546,6 +1570,17 @@ def test_a_kill_for_memory_that_slurm_names_after_it_stopped_the_step() -> None:
     tasks = "srun: error: n1: task 3: Out Of Memory\n"
     (report,) = _told(ABORTED_STEP + killed + tasks)
     assert (report.code, report.ranks) == ("rank-out-of-memory", (3,))
+
+
+def test_each_rank_has_the_signal_that_torchrun_tells_of_it() -> None:
+    """Both were told as ended by SIGTERM, which one of them outlived."""
+    row = "[{0}]:\n  time      : 2026-03-02_11:21:{1}\n  rank      : {0} (local_rank: {0})\n  exitcode  : {2} (pid: 2240{0})\n"
+    line = "-" * 60 + "\n"
+    (report,) = _told(
+        "=" * 60 + "\ntrain.py FAILED\n" + line + "Failures:\n" + row.format(1, 40, -9) + line
+        + "Root Cause (first observed failure):\n" + row.format(0, 10, -15) + "=" * 60 + "\n"
+    )  # fmt: skip
+    assert report.headline == "ranks 0-1 ended with SIGKILL or SIGTERM; the cause is not known"
 
 
 def test_a_pid_is_no_rank() -> None:

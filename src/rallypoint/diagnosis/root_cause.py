@@ -524,7 +524,7 @@ def _stops(log: Findings) -> list[Sighting]:
         or classify.is_consequence(s.error)
     ]
     stops = [s for s in stops if not schedulers.cancelled_for_no_reason(s.text)] or stops
-    stops = [s for s in stops if not answers(s, failures) and "srun: Terminating" not in s.text]
+    stops = [s for s in stops if not answers(s, failures) and not schedulers.is_by_srun(s.text)]
     stops.sort(key=lambda s: (s.place.line, s.end == NOT_ENDED))
     failed = [s for s in stops if s.end.by == "NODE FAILURE"]
     # Without `host`, the line is of the step's end and has only the node of its first task.

@@ -310,7 +310,7 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
     return account(
         case,
         "cause-unknown",
-        f"{ranks_phrase(alike) if alike else 'a rank'} {_in_short(first, error)}; the cause is not known",
+        f"{ranks_phrase(alike) if alike else 'a rank'} {_in_short(case, error)}; the cause is not known",
         why="all that the log has are consequences; this is the first",
         evidence=evidence,
         said=(
@@ -326,8 +326,8 @@ def _words(rank: RankEvidence, error: Raised | None) -> str:
     return error.message if error is not None else " ".join(rank.said)
 
 
-def _in_short(rank: RankEvidence, error: Raised | None) -> str:
-    call, ended, words = rank.collective, rank.ended, _words(rank, error)
+def _in_short(case: Case, error: Raised | None) -> str:
+    call, words = case.first.collective, _words(case.first, error)
     if call is not None:
         return f"waited in {collectives.described(call)} until the timeout of {call.milliseconds / 1000:.0f} s"
     came = torch.CAME_SHORT.search(words)
@@ -343,10 +343,10 @@ def _in_short(rank: RankEvidence, error: Raised | None) -> str:
             return f"failed after something else had ({short})"
         waited = classify.meaning(error) is classify.Meaning.WAITED
         return f"{'waited in vain' if waited else 'lost another rank'} ({short})"
-    if ended is not None:
-        return (
-            f"ended with {signal_name(ended.signal) if ended.signal else f'exit code {ended.code}'}"
-        )
+    if case.first.ended is not None:
+        ends = [one.ended for one in case.ranks if one.ended is not None]
+        told = (signal_name(end.signal) if end.signal else f"exit code {end.code}" for end in ends)
+        return f"ended with {' or '.join(dict.fromkeys(told))}"
     short = classify.in_short(Raised("", words, (), "")).removeprefix(": ")
     return f"lost another rank or the store ({cut(short, 160)})"
 

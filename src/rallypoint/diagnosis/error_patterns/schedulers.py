@@ -745,10 +745,15 @@ def of_slurms_stop(text: str) -> bool:
 
 
 def is_for_a_task(text: str) -> bool:
-    """Tell whether Slurm says that it ends a step for a task that failed or left. "Terminating"
-    alone is no failure: it stands after tasks that ended well, too.
+    """Tell whether Slurm says that it ends a step, be it for a task that failed or left."""
+    return "DUE TO TASK FAILURE" in text or is_by_srun(text)
+
+
+def is_by_srun(text: str) -> bool:
+    """Tell whether srun says that it ends a step: it does so for any reason, and after tasks that
+    ended well, too.
     """
-    return "DUE TO TASK FAILURE" in text or "srun: Terminating " in text
+    return text.startswith(_OF_STOP[1:])
 
 
 def cancelled_for_no_reason(text: str) -> bool:

@@ -471,13 +471,14 @@ class _Log:
     def stopped(self) -> Iterable[RankEvidence]:
         """Make evidence of ranks that the launcher stopped, and that said nothing of a peer."""
         spoke = {_rank(s) for s in self._seen if s.has_error} | {s.end.rank for s in self._ends}
-        ended = Ended(signal=int(SIGTERM))
         for sighting in self._seen:
             if sighting.sign is not Sign.ENDED or sighting.end.signal not in (SIGKILL, SIGTERM):
                 continue
             for rank in {sighting.end.rank, *sighting.ranks} - spoke - {-1}:
                 spoke.add(rank)
-                yield self._rank(sighting, rank, sent=("SIGTERM",), ended=ended)
+                ended = Ended(signal=sighting.end.signal)
+                sent = ("SIGTERM", "SIGKILL")[: 1 + (ended.signal == SIGKILL)]
+                yield self._rank(sighting, rank, sent=sent, ended=ended)
 
     def _rank(self, sighting: Sighting, number: int, **shown: Any) -> RankEvidence:
         place = sighting.place
