@@ -1252,6 +1252,7 @@ def test_a_program_that_a_shell_does_not_start(line: str, program: str) -> None:
         ("bash: ./a.py: cannot execute: required file not found", "head -n 1 ./a.py"),
         ("bash: ./train.sh: Permission denied", "chmod +x ./train.sh"),
         ("./train.sh: Permission denied", "chmod +x ./train.sh"),
+        ("/usr/bin/env: 'python\\r': No such file or directory", "dos2unix SCRIPT"),
     ],
 )
 def test_what_helps_a_program_that_a_shell_does_not_start(line: str, command: str) -> None:

@@ -213,6 +213,8 @@ def of_no_start(file: str, words: str, number: int) -> tuple[str, Help]:
         command = f"ldd $(which {file})"
     elif number == errno.ENOEXEC:
         reason = "it is no program for this machine"
+    elif file.endswith("\\r"):
+        look, command = "write the script's lines without the \\r of Windows", "dos2unix SCRIPT"
     elif "bad interpreter" in words or "required file" in words:
         reason = "the interpreter that its first line names is not there, or cannot be executed"
         look = "see which interpreter that line names; ^M at its end means line ends of Windows"
