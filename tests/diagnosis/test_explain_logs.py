@@ -1443,6 +1443,12 @@ def test_a_number_of_a_signal_is_no_exit_code_of_mpich() -> None:
     assert report.code == "rank-killed"
 
 
+def test_a_class_of_the_program_with_the_name_of_sagemakers() -> None:
+    raised = NAMELESS.replace("ValueError: bad shard 7", "AlgorithmError: did not converge")
+    (report,) = _told(raised)
+    assert (report.code, report.confidence) == ("rank-raised", "certain")
+
+
 def test_a_row_of_a_table_is_no_exception() -> None:
     assert _told("| ValueError: x | 3 |\n")[0].code != "rank-raised"
 

@@ -787,7 +787,7 @@ def speaking(text: str, speaker: Speaker) -> Speaker:
 
 _WRAPPERS = re.compile(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
-    r"|UnexpectedStatusException|ExecuteUserScriptError|^AlgorithmError)$"  # SageMaker
+    r"|UnexpectedStatusException|ExecuteUserScriptError)$"  # SageMaker
 )
 # Where launchers raise CalledProcessError for what they started, a script or a tool around Python.
 _RAISING = re.compile(
@@ -802,7 +802,8 @@ def of_launcher(error: Raised, rank: int = -1) -> bool:
     if not error.type.endswith("CalledProcessError"):
         # torchrun waits at its end for the other nodes, whatever its ranks came to
         at_exit = any(frame.function == "_exit_barrier" for frame in error.frames)
-        return at_exit or bool(_WRAPPERS.search(error.type))
+        of_sagemaker = error.type == "AlgorithmError" and not error.frames
+        return at_exit or of_sagemaker or bool(_WRAPPERS.search(error.type))
     by = error.frames[-1].file if error.frames else ""
     if _RAISING.search(by):
         return True
