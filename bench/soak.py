@@ -30,6 +30,7 @@ from bench import (
     harness,
     launch,
     lease_soak,
+    log_soak,
     nodes_soak,
     port_soak,
     primitives_soak,
@@ -416,6 +417,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "stop-saves": (stop_saves, 600, 2),  # fifty of each kind
     "nodes": (nodes_soak.nodes_soak, 54, 1),  # six of each kind
     "nodes-simulated": (cluster_soak.nodes_simulated, 10, 2),  # of a thousand each
+    "logs-changed": (log_soak.logs_changed, 20, 2),  # of all logs, four changes each
     "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
     "store-histories": (store_soak.histories, 1000, 2),
     "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each

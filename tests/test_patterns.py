@@ -219,7 +219,9 @@ def test_time_grows_with_the_length_of_the_text_alone(path: str, pattern: re.Pat
     source = (
         pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
     )
-    slow = list(itertools.islice((one for one in _inputs(source) if _grows(pattern, *one)), 4))
+    # What other processes do to the caches makes one comparison of five look slow, and not each.
+    grows = (one for one in _inputs(source) if all(_grows(pattern, *one) for _ in range(5)))
+    slow = list(itertools.islice(grows, 4))
     assert not slow, f"{path}: {source!r} needs more than linear time for {slow!r}"
 
 

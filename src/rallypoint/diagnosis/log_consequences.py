@@ -96,7 +96,7 @@ def not_reached(scene: Scene, log: Findings) -> Report | None:
         return None
     file, line, words = said[-1]
     reached = reachability.attempted(words)
-    alone = len(unreached) == len(log.sightings)
+    alone = bool(log.only_unreached())
     if reached is None or not (given_up or alone):
         return None
     if alone:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from enum import Enum
+from math import inf
 from signal import SIGKILL, SIGTERM
 from typing import NamedTuple
 
 import msgspec
 
 from rallypoint.diagnosis.raised import Raised
+
+NEAR = 40
+"""Lines between a failure and what follows from it: other ranks write some, and a job that goes on
+writes more.
+"""
 
 
 class Speaker(NamedTuple):
@@ -120,6 +126,12 @@ class Sighting(msgspec.Struct, frozen=True):
     # how many times the same process wrote so much after it that it did without what failed
     did_without: int = 0
 
+    def stands_before(self, other: Sighting, most: float = NEAR) -> bool:
+        """Tell whether this stands in the same log before the other, by `most` lines at most."""
+        mine, its = self.place, other.place
+        before = mine.log == its.log and mine.line < its.line
+        return before and its.line - max(mine.line, mine.last) <= most
+
     @property
     def has_error(self) -> bool:
         """Tell whether an exception was seen there."""
@@ -142,6 +154,20 @@ class Findings(msgspec.Struct, frozen=True):
     def empty(self) -> bool:
         """Tell whether there was nothing to read."""
         return not self.lines
+
+    def only_unreached(self) -> list[Sighting]:
+        """Return the connections to the meeting point that failed, where the log tells of no other
+        failure in words that are known.
+        """
+        unreached = [s for s in self.sightings if s.sign is Sign.UNREACHED]
+        if not unreached:
+            return []
+        for s in self.sightings:
+            known = s.sign not in (Sign.UNREACHED, Sign.SPOKEN, Sign.INTERRUPTED)
+            near = s.stands_before(unreached[0], inf) or unreached[-1].stands_before(s)
+            if s.sign is not Sign.UNREACHED and (not near or (known and s.end.code != 1)):
+                return []
+        return unreached
 
     def has_failed(self, ended: Sighting) -> bool:
         """Tell whether a process ended badly, and not because the launcher stopped it. One that the

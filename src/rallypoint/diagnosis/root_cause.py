@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -459,25 +460,44 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     """Return the causes that a log tells of: the same rows, with what only logs have between
     them.
     """
-
-    def of_kind(kind: Kind) -> list[Verdict]:
-        return [verdict for verdict in verdicts if verdict.kind is kind]
-
     own = [s for s in log.sightings if s.sign is Sign.REPORTED]
     if own:
         return tuple(map(stops.reported, own[:MOST_REPORTS]))
     strong = [verdict for verdict in verdicts if verdict.kind in STRONG]
     reports = _reports(job, verdicts, strong) if strong else ()
-    for stop in _stops(log)[:1]:
-        stopped = stops.interrupted_in_log(stop)
-        if not reports:
-            return (stopped,)
-        if stop.place.line < min(verdict.rank.order for verdict in strong):
-            doubt = "it stands first; what failed after it may be a consequence, or of a later run in the same log"
-            stopped = replace(stopped, confidence="likely", why=doubt)
-            return (stopped, *reports)[:MOST_REPORTS]
-    if reports:
-        return reports
+    stop = next(iter(_stops(log)), None)
+    if not reports:
+        weaker = _weaker_in_log(job, log, verdicts)
+        return weaker if stop is None else (_of_stop(stop, weaker[0], log),)
+    if stop is not None and stop.place.line < min(verdict.rank.order for verdict in strong):
+        doubt = "it stands first; what failed after it may be a consequence, or of a later run in the same log"
+        stopped = replace(stops.interrupted_in_log(stop), confidence="likely", why=doubt)
+        return (stopped, *reports)[:MOST_REPORTS]
+    return reports
+
+
+def _of_stop(stop: Sighting, failure: Report, log: Findings) -> Report:
+    """Return what ended a job that was stopped, and shows no strong evidence of a cause: a failure
+    before the stop where little stands between, else the stop.
+    """
+    stopped = stops.interrupted_in_log(stop)
+    handled = failure.code in ("cause-unknown", "interrupted") or failure.confidence == "possible"
+    handled = handled or stop.end.by not in ("", "TIME LIMIT")  # which no failure leads to
+    signs = [s for s in log.sightings if s.sign is not Sign.SPOKEN and not s.went_on]
+    before = [s for s in signs if s.stands_before(stop, inf)]
+    later = any(s.place.shown == failure.logs[:1] for s in signs if s not in before)
+    if handled or later or not before or not before[-1].stands_before(stop):
+        return stopped
+    then = "; ".join(filter(None, (failure.then, f"after that, {stopped.headline}")))
+    return replace(failure, then=then)
+
+
+def _weaker_in_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[Report, ...]:
+    """Return the causes that a log tells of in which no process shows strong evidence of one."""
+
+    def of_kind(kind: Kind) -> list[Verdict]:
+        return [verdict for verdict in verdicts if verdict.kind is kind]
+
     for kind in (Kind.EXITED, Kind.NCCL):
         if found := of_kind(kind):
             return _reports(job, verdicts, found)

@@ -25,7 +25,7 @@ CAUSES = {
         re.IGNORECASE | re.DOTALL,
     ),
     "host-memory": re.compile(
-        rf"^(?s:(?!.*{_NOT_LOCKED}).*?)Cannot allocate memory"
+        rf"^(?s:(?!.*(?:{_NOT_LOCKED}|\bIb failure: )).*?)Cannot allocate memory"
         r"|\[Errno 12\]|std::bad_alloc|^MemoryError$"
         r"|^Unable to allocate [\d.]+ \wi?B for an array"  # NumPy
         r"|\[WinError 1455\]|The paging file is too small",

@@ -89,3 +89,17 @@ def read(text: str) -> tuple[str, list[Help]] | None:
         if word in text and (found := re.search(words, text)) is not None:
             return headline.format_map({"by": "", **found.groupdict()}), [help] if help else []
     return None
+
+
+def by_launcher(text: str) -> bool:
+    """Tell whether the refusal is of what would have started the job's processes, and not of ssh,
+    which a script may try beside the job.
+    """
+    told = read(text)
+    return told is not None and not told[0].startswith("ssh ")
+
+
+def by_mpirun(text: str) -> bool:
+    """Tell whether mpirun refuses, which says so in a paragraph and then ends."""
+    told = read(text)
+    return told is not None and "mpirun" in "".join(one.command for one in told[1])

@@ -614,6 +614,8 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
 _EXCEPTION = re.compile(  # pytest puts an E before it
     r"^(?:E {3,12})?(?P<type>(?:[A-Za-z_]\w*\.)*_?(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|Exception)): ?(?P<message>.+)$"
 )
+_OF_CONDA = re.compile(r"CondaError: Run 'conda |CommandNotFoundError: Your shell ")
+"""What conda says in a script before the job, and the script goes on."""
 _RESTARTS = re.compile(
     r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)"
 )
@@ -656,7 +658,7 @@ LONGEST = 1500  # characters of a line that may be a message; what is longer is 
 
 def exception(text: str) -> tuple[str, str] | None:
     """Part a line with the form of an exception's last into type and message."""
-    if (found := _EXCEPTION.match(text)) is not None:
+    if not _OF_CONDA.match(text) and (found := _EXCEPTION.match(text)) is not None:
         return found["type"], found["message"]
     at = text.find("Error(s) in loading state_dict for ")  # a logger had it in its own form
     return ("RuntimeError", text[at:]) if at >= 0 else None

@@ -230,8 +230,14 @@ class Traceback(Block):
             )
         ):
             self._end(typed["type"], typed["message"] or "", number)
-        elif typed and self._frames and name[:1].isupper() and not name.isupper():
-            # "Epoch: 3" of another rank looks like one, too; a level ("ERROR") is none.
+        elif (
+            typed
+            and self._frames
+            and name[:1].isupper()
+            and not (name.isupper() or schedulers.told_by(body))
+        ):
+            # "Epoch: 3" of another rank looks like one, too; a level ("ERROR") is none, nor is
+            # a shell's "Killed".
             self._doubtful = (typed["type"], typed["message"] or "", number)
         elif classify.recognised(body):
             self._end("", body, number)
@@ -496,7 +502,7 @@ class Crash(Block):
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        told = "Fatal Python error: " in text or text.startswith("terminate called")
+        told = "Fatal Python error: " in text or text.lstrip().startswith("terminate called")
         return told or ("Check failed: " in text and _CHECK.match(text) is not None)
 
     def take(self, number: int, text: str) -> bool:
@@ -528,7 +534,9 @@ class Crash(Block):
         if self._dump or self._check:
             return (_DUMP if self._dump else _CHECKS_TRACE).match(text) is not None
         room = 0 < len(self._what) < MESSAGE_LINES
-        return room and bool(text.strip()) and _ANOTHERS.match(text) is None
+        told = schedulers.told_by(text)
+        of_others = _ANOTHERS.match(text) or (told and told[0] in (Sign.ENDED, Sign.INTERRUPTED))
+        return room and bool(text.strip()) and not of_others
 
     def error(self) -> Raised | None:
         """Return the exception of C++; None for a dump."""

@@ -5,6 +5,7 @@ collectors of logs put before it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from rallypoint.diagnosis.log_events import NOBODY, Speaker, of_rank
 
@@ -113,6 +114,12 @@ _BEFORE_FRAMES = re.compile(
 )
 _FRAMES = re.compile(r"(?:\[rank\d+\]: ?)?(?:  File \"|Traceback \(most recent call last\):)")
 _CLOCK = re.compile(r"\d:\d\d:\d\d")
+# What is a prefix where all lines have it: a time, or a host with a number in its name.
+_COMMON = re.compile(
+    r"(?P<clock>\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?(?= ))"
+    r"|(?!python|\d+:|\S*(?:Error|Exception|\.\w?[a-z]{2}):)[\w.-]*\d[\w.-]*:(?= (?!line \d|error:))"
+)
+FEWEST = 3  # lines that show a host
 MOST_PREFIXES = 64  # forms of prefixes that one log may have
 LONGEST_PREFIX = 200  # characters
 
@@ -128,17 +135,40 @@ class Prefixes:
         self._known: dict[str, re.Pattern[str]] = {}
         self._carried: set[str] = set()  # forms of what names nobody
         self._head = ""  # the form of what stands before a traceback's first line
+        self._indent = 0  # of all lines
+        self._common: dict[str, re.Pattern[str]] = {}  # what all lines have, at most one
+
+    def begin(self, lines: Sequence[str], *, whole: bool) -> None:
+        """Note what stands before every line of the log, by its first ones: an indentation, a time
+        of any form, and a host where the `whole` log is here.
+        """
+        lines = [line for line in lines if line.strip()]
+        self._indent = min((len(line) - len(line.lstrip(" ")) for line in lines), default=0)
+        lines = [line[self._indent :] for line in lines]
+        found = _COMMON.match(lines[0]) if lines else None
+        if found is None or (not found["clock"] and (len(lines) < FEWEST or not whole)):
+            return
+        form = re.sub(r"\d+", r"\\d+", re.escape(found[0]))
+        common = re.compile(form + r"(?: (?=\S|  |$)|(?= )|$)")
+        if all(common.match(line) for line in lines):
+            self._common[form] = common
+            of_one = all(line.startswith(found[0]) for line in lines)
+            self._carried.update({form} if found["clock"] or of_one else ())
 
     def split(self, text: str) -> tuple[Speaker, str]:
         """Part a line by known prefixes, and by those that this log has shown so far."""
+        if self._indent and text[: self._indent].isspace():
+            text = text[self._indent :]
         speaker, said = split(text)
         if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
             self._learn(said)
-        for form, known in self._known.items():
+        for form, known in (*self._known.items(), *self._common.items()):
             if (found := known.match(said)) is not None:
                 inner, rest = split(said[found.end() :])
-                if inner.known:
+                # a number alone behind a time is a step's
+                if inner.known and (form in self._known or re.search("[a-z]", inner.mark)):
                     return inner, rest
+                rest = said[found.end() :] if inner.known else rest
                 mark = found[0].rstrip()
                 named = (
                     speaker

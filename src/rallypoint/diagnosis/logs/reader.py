@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from rallypoint.diagnosis import classify, tracebacks
-from rallypoint.diagnosis.error_patterns import nccl, schedulers
+from rallypoint.diagnosis.error_patterns import nccl, refused_starts, schedulers
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import (
     NOBODY,
@@ -43,7 +43,7 @@ from rallypoint.diagnosis.logs.blocks import (
     native,
     spawned,
 )
-from rallypoint.diagnosis.logs.line_filter import Line, Sifter, as_utf8
+from rallypoint.diagnosis.logs.line_filter import LINE_LIMIT, Line, Sifter, as_utf8, shown
 
 MOST_SIGHTINGS = 2000
 """Different things of one log that are kept. What is the same but for its numbers counts as one,
@@ -82,6 +82,7 @@ IGNORED_WITHIN = 20
 # of failure
 BEGINNING = 40
 
+PARAGRAPH = 30  # lines of mpirun's paragraph on why it does not start a job, at most
 NAMELESS = 4  # last lines without a process name that are kept
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 
@@ -147,7 +148,7 @@ class Reader:
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
         """Read all of it, and tell what was seen."""
-        for chunk in as_utf8(chunks):
+        for chunk in self._begun(as_utf8(chunks)):
             self._take_all(self._sifter.feed(chunk))
         self._take_all(self._sifter.close())
         for name, (speaker, block) in list(self._open.items()):
@@ -169,6 +170,25 @@ class Reader:
             self._before,
             tuple(self._restarts),
         )
+
+    def _begun(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """Hold the beginning of the log back until it is seen what stands before every line."""
+        head, begun = b"", False
+        for chunk in chunks:
+            if begun:
+                yield chunk
+                continue
+            head += chunk
+            if begun := head.count(b"\n") >= BEGINNING or len(head) > LINE_LIMIT:
+                self._begin_prefixes(head, whole=False)
+                yield head
+        if not begun:
+            self._begin_prefixes(head, whole=True)
+            yield head
+
+    def _begin_prefixes(self, head: bytes, *, whole: bool) -> None:
+        lines = head[:LINE_LIMIT].split(b"\n")[:BEGINNING]
+        self._prefixes.begin([text for line in lines for text in shown(line)], whole=whole)
 
     def _take_all(self, lines: Iterator[Line]) -> None:
         for line in lines:
@@ -295,7 +315,7 @@ class Reader:
             return Message(number, "", text) if known else None
         kind, message = named
         for line in reversed(self._sifter.before(4) if kind.endswith(NOT_COMPILED) else ()):
-            if (found := _PLACE.match(prefixes.split(line.text)[1])) is not None:
+            if (found := _PLACE.match(self._prefixes.split(line.text)[1])) is not None:
                 message += f" ({found[1].rpartition('/')[2]}, line {found[2]})"
                 return Message(line.number, kind, message, found[1])
         return Traceback.of_gathered(number, kind, message) or Message(number, kind, message)
@@ -386,6 +406,8 @@ class Reader:
         watched = of_others or (sign is Sign.NOT_STARTED and seen == new)
         if seen is not None and watched and not end.pid:
             self._watch(_SHELL, "", seen)
+            if refused_starts.by_mpirun(text):
+                self._add(_SHELL, -PARAGRAPH)
 
     def _told_folder(self, folder: str) -> None:
         """Note the run folder that stands at the end of a report of ours."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from math import inf
 from signal import SIGABRT, SIGKILL, SIGTERM
 from typing import Any
 
@@ -65,6 +66,10 @@ _OF_STARTED = {
     Sign.KILLED_FOR_MEMORY, Sign.INTERRUPTED, Sign.CRASHED, Sign.WATCHDOG, Sign.NCCL, Sign.STALLED,
 }  # fmt: skip
 """What only a job has that was started."""
+_OF_PROCESSES = {
+    Sign.CRASHED, Sign.KILLED_FOR_MEMORY, Sign.WATCHDOG, Sign.NCCL, Sign.LOST, Sign.STALLED, Sign.SAME_RANK,
+}  # fmt: skip
+"""What tells of a process of the job, and not of its command."""
 _LOCAL_RANK = re.compile(r"--local[_-]rank")
 _VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
@@ -111,7 +116,8 @@ def evidence_of(findings: Findings) -> JobEvidence:
     ]
     ranks.sort(key=lambda rank: rank.order)
     memory = MemoryEvidence(killed_pids=tuple(sorted(log.workers_killed)))
-    return JobEvidence(log.program, 0, (NodeEvidence(tuple(ranks), memory=memory),), log=findings)
+    node = NodeEvidence(tuple(ranks), memory=memory)
+    return JobEvidence(log.program, 0, (node,), log=log.findings)
 
 
 class _Log:
@@ -123,7 +129,7 @@ class _Log:
         self._after_stop: set[Place] = set()
         """The lines that stand soon after a stop of the job."""
         by_stop = self._ended_by_stop()
-        self._ends = _ends(findings, by_stop)
+        self._ends = _without_the_command(_ends(findings, by_stop), findings)
         if self._ends:
             self._seen = tuple(s for s in self._seen if not _is_of_agent(s.error))
         self._errors = [
@@ -133,13 +139,25 @@ class _Log:
         ]
         self._own = [s for s in self._errors if not _is_dump(s) and _is_own(s.error)]
         self._sure = [s for s in self._own if not s.went_on or _is_final(s)]
-        self._handled = [s for s in self._own if s not in self._sure]
+        remarks = self._remarks()
+        self._seen = tuple(_as_spoken(s) if s in remarks else s for s in self._seen)
+        self.findings = msgspec.structs.replace(
+            findings,
+            sightings=tuple(_as_spoken(s) if s in remarks else s for s in findings.sightings),
+        )
+        self._errors = [s for s in self._errors if s not in remarks]
+        self._sure = [s for s in self._sure if s not in remarks]
+        self._handled = [s for s in self._own if s not in (*self._sure, *remarks)]
         # ranks that an error of their own ended, of whatever cause
         self._spoke = {_rank(s) for s in self._errors if not s.went_on}
-        self._promoted = bool(not self._sure and self._handled and self._unexplained())
+        others = (Sign.NOT_STARTED, Sign.KILLED_FOR_MEMORY)
+        told = any(s.sign in others and not s.went_on for s in self._seen)
+        by_python = any(s.end.code == 1 for s in self._unexplained())  # its code for exceptions
+        handled = [s for s in self._handled if by_python or s.did_without != 1]
+        self._promoted = bool(not (self._sure or told) and handled and self._unexplained())
         if self._promoted:
             # A process ended with an error, and this is the last one that the log has.
-            self._sure, self._handled = self._handled[-1:], []
+            self._sure, self._handled = handled[-1:], []
         self.program = _program(self._sure or self._errors)
         workers = filter(None, (classify.loader_killed(s.error) for s in self._errors))
         victims = {_victim(s)[0] for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY}
@@ -201,6 +219,30 @@ class _Log:
             if sighting.sign is Sign.NCCL and not fell_back:
                 error = Raised(classify.NCCL_WARNING, sighting.text, (), "\n".join(sighting.lines))
                 yield from self._of_one(msgspec.structs.replace(sighting, error=error))
+
+    def _remarks(self) -> list[Sighting]:
+        """List errors that are a line alone, of no known process and with no text that names a
+        cause, where the log has a stronger word of what ended a rank after that.
+        """
+        # A rank that exited with 1 may have written the line.
+        stronger = [s for s in self._seen if _is_stronger(s) and not s.went_on]
+        stronger = [] if any(s.end.code == 1 for s in self._ends) else stronger
+        alone = [
+            s
+            for s in self._sure
+            if not (s.error.frames or s.speaker.known or s.ranks or classify.cause_of(s.error))
+            and not self._introduces(s)
+        ]
+        stronger += [s for s in self._sure if s not in alone]
+        return [s for s in alone if any(s.stands_before(one, inf) for one in stronger)]
+
+    def _introduces(self, alone: Sighting) -> bool:
+        """Tell whether a traceback of the error that a line names begins right below the line."""
+        place, words = alone.place, f"{alone.error.type}: {alone.error.message}"
+        last = max(place.line, place.last) + confidence.INTRODUCES + 1
+        below = [s for s in self._seen if s.error.frames and s.place.log == place.log]
+        below = [s for s in below if place.line < s.place.line <= last]
+        return any(s.error.type in words for s in below)
 
     def _of_group(
         self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
@@ -387,6 +429,8 @@ class _Log:
             doubt = _GOES_ON
         elif end.signal in (*CRASHES, SIGKILL) and sighting.place in self._after_stop:
             doubt = "the job was being stopped when it ended"
+        elif end.by == "the shell" and (before := self._of_processes_before(sighting)):
+            doubt = f"line {before[0].place.line}, before it, tells of a rank in trouble"
         return self._rank(
             sighting,
             _rank(sighting),
@@ -396,6 +440,10 @@ class _Log:
             went_on=sighting.went_on and end.signal > 0,
             doubt=doubt,
         )
+
+    def _of_processes_before(self, ended: Sighting) -> list[Sighting]:
+        told = [s for s in self._seen if s.sign in _OF_PROCESSES or s in self._errors]
+        return [s for s in told if s.stands_before(ended)]
 
     def _of_argparse(self) -> str:
         """Return what argparse said in the log, "" for nothing."""
@@ -443,6 +491,9 @@ class _Log:
         """
         text, ends = refusal.text, self._ends
         refused = refused_starts.read(text) is not None
+        by_launcher = schedulers.starts_ranks(text) or refused_starts.by_launcher(text)
+        if by_launcher:
+            ends = [s for s in ends if s.end.by != "the shell" or s.end.pid]
         if not (refused or schedulers.by_shell(text)):
             return False  # the words of what starts the ranks
         if not refused and any(s.end.code in (126, 127) for s in ends):
@@ -450,7 +501,7 @@ class _Log:
         meant = [classify.meaning(s.error) for s in self._errors if not s.went_on]
         if any(one is not Meaning.WAITED for one in meant):
             return True
-        signs = _OF_STARTED - ({Sign.INTERRUPTED} if schedulers.starts_ranks(text) else set())
+        signs = _OF_STARTED - ({Sign.INTERRUPTED} if by_launcher else set())
         coded = any(s.end.code == 1 or (refused and s.end.code) for s in ends)
         by = {s.end.by for s in ends}
         ran = (ends and not coded) or (by & schedulers.OF_RANKS and Meaning.WAITED not in meant)
@@ -463,8 +514,8 @@ class _Log:
         did not come or are gone.
         """
         told = [s for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)]
-        if all(s.sign is Sign.UNREACHED for s in self._seen):  # the log has nothing else
-            told = list(self._seen[-1:])
+        if not told and (unreached := self._findings.only_unreached()):
+            told = unreached[-1:]
         for s in told:
             yield self._rank(s, _rank(s), collective=s.collective, said=(s.text,))
 
@@ -562,6 +613,21 @@ def _is_of_agent(error: Raised) -> bool:
     return any(frame.function == "_exit_barrier" for frame in error.frames)
 
 
+def _as_spoken(remark: Sighting) -> Sighting:
+    """Return an error in a line alone as a line that speaks of a failure."""
+    words = f"{remark.error.type}: {remark.error.message}".partition("\n")[0]
+    return Sighting(Sign.SPOKEN, remark.place, remark.speaker, words, went_on=remark.went_on)
+
+
+def _is_stronger(sighting: Sighting) -> bool:
+    """Tell whether it is a stronger word of a rank's end than an error in a line alone."""
+    end, text = sighting.end, sighting.text
+    ended = (end.first and end.signal) or end.by == schedulers.ARGPARSE
+    refused = sighting.sign is Sign.NOT_STARTED and refused_starts.by_launcher(text)
+    of_memory = sighting.sign is Sign.KILLED_FOR_MEMORY
+    return bool(ended) or refused or of_memory or (_is_dump(sighting) and sighting.has_error)
+
+
 def _is_final(sighting: Sighting) -> bool:
     return classify.cause_of(sighting.error) in _FINAL
 
@@ -595,11 +661,33 @@ def _ends(findings: Findings, by_stop: Sequence[Sighting]) -> list[Sighting]:
     return list(by_pid.values())
 
 
+def _without_the_command(ends: list[Sighting], findings: Findings) -> list[Sighting]:
+    """Leave out how the whole command ended, by the word of the service or the shell that ran it,
+    where the log says before that how a process of it failed.
+    """
+    of_shell = [s for s in ends if s.end.by == "the shell" and not s.end.pid]
+    of_service = [s for s in ends if s.end.by == schedulers.SERVICE and s.end.code]
+    of_service = [s for s in of_service if s.end.rank < 0]
+    sure = [s for s in ends if not s.went_on and s.end.by != schedulers.ARGPARSE]
+    inner = [s for s in sure if s not in of_shell]
+    others = [s for s in sure if s not in of_service]
+    told = [s for s in findings.sightings if s.sign in _OF_PROCESSES and not s.went_on]
+    told += findings.only_unreached()
+    return [
+        s
+        for s in ends
+        if not (s in of_shell and any(one.stands_before(s) for one in inner))
+        and not (s in of_service and any(one.stands_before(s) for one in (*others, *told)))
+    ]
+
+
 def _is_explained(ended: Sighting, said: Iterable[Sighting]) -> bool:
     """Tell whether a process that aborted says why: torch aborts after a timeout, and after an
     uncaught error.
     """
     rank = ended.end.rank
+    if ended.end.by == "the C library":  # it names the reason
+        return False
     return ended.end.signal == SIGABRT and any(rank < 0 or _rank(s) in (rank, -1) for s in said)
 
 
