@@ -67,6 +67,10 @@ RECEIVING = (
     Frame(f"{TORCH}/distributed_c10d.py", 2700, "recv", "work.wait()"),
 )
 BARRIER = (MAIN, Frame(f"{TORCH}/distributed_c10d.py", 5120, "barrier", "work.wait()"))
+IN_FINALLY = (
+    Frame("/home/ada/exp/train.py", 122, "<module>", "dist.barrier()"),
+    Frame(f"{TORCH}/distributed_c10d.py", 5120, "barrier", "work.wait()"),
+)
 BACKWARD = (
     MAIN,
     Frame("/home/ada/exp/train.py", 85, "train_step", "loss.backward()"),
@@ -2568,6 +2572,41 @@ HISTORIES = [
         status=130,
     ),
     History(
+        "ctrl-c-on-an-exception-whose-finally-waits",
+        job(
+            stopped(0),
+            stopped(1, stack=IN_FINALLY, handles=VALUE),
+            stopped(2),
+            interrupted_by="SIGINT",
+            now=12.34,
+        ),
+        "interrupted",
+        (),
+        "the job was stopped by Ctrl-C, 12.3 s after its start",
+        status=130,
+    ),
+    History(
+        "an-exception-whose-finally-waits-while-the-others-time-out",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", frames=ALL_REDUCE),
+            rank(1, stack=IN_FINALLY, handles=VALUE),
+        ),
+        "rank-raised",
+        (1,),
+        "rank 1 raised ValueError: shapes do not match: 512 and 500",
+        "likely",
+    ),
+    History(
+        "an-except-clause-that-trains-on-beside-a-rank-that-raised",
+        job(
+            rank(0, 1, raised=VALUE, at=1.3),
+            rank(1, stack=IN_FINALLY, handles=raised("KernelMissing", "no fused kernel", at=0.2)),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
         "scheduler-signals-everybody",
         job(rank(0, sig=15), rank(1, sig=15, order=1), interrupted_by="SIGTERM"),
         "interrupted",
@@ -3880,6 +3919,7 @@ evidence = some.builds(
     ended=ends,
     raised=some.none() | errors,
     handled=some.lists(errors, max_size=2).map(tuple),
+    handles=some.none() | errors,
     meeting=meetings,
     sent=some.sampled_from([(), ("SIGTERM",)]),
     stack=frames,

@@ -510,3 +510,86 @@ def test_a_rank_that_is_asked_for_days_does_not_fill_the_memory(rank: RankHandle
     assert len(rank.dump()) == len(rank.answer()) < 4096
     asked(rank)
     assert rank.dump().count("most recent call first") == 2
+
+
+@pytest.mark.torch
+def test_an_exception_whose_finally_waits_is_told_of_a_stall_and_of_ctrl_c(
+    tmp_path: Path, write: Write
+) -> None:
+    """Both told of a mismatch of collectives alone: nobody saw the exception before the timeout."""
+    program = """\
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+
+
+def step(config):
+    scale = config["x"] if os.environ["RANK"] == "1" else 1
+    dist.all_reduce(torch.ones(1) * scale)
+
+
+try:
+    step({})
+finally:
+    dist.barrier()
+"""
+    script = write("train.py", program)
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        def told() -> bool:
+            found = list((tmp_path / "rallypoint" / "runs").glob("*-*/events.jsonl"))
+            return bool(found) and '"stalled"' in found[0].read_text()
+
+        wait_for(told, lambda: "a stall")
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(
+        ["-n", "2", "--stall", "1", "--grace", "1", script.name],
+        state=tmp_path,
+        cwd=script.parent,
+        act=act,
+    )
+    assert result.rc == 130, result.everything
+    stall, ctrl_c = (" ".join(part.split()) for part in result.err.split("[interrupted]"))
+    for part in (stall, ctrl_c):
+        assert "KeyError: 'x', raised at train.py:9 in step" in part, result.everything
+        assert "rank 1 came to train.py:16 in <module> (torch barrier)" in part, result.everything
+
+
+@pytest.mark.torch
+def test_a_rank_that_trains_on_in_an_except_clause_is_not_blamed_for_another(
+    tmp_path: Path, write: Write
+) -> None:
+    program = """\
+import os
+import torch
+import torch.distributed as dist
+
+
+class KernelMissing(Exception):
+    pass
+
+
+def train(kernel):
+    if kernel and rank == 1:
+        raise KernelMissing("no fused kernel")
+    for turn in range(3):
+        if rank == 0 and turn == 2:
+            raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(1))
+
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+try:
+    train(kernel=True)
+except KernelMissing:
+    train(kernel=False)
+"""
+    script = write("train.py", program)
+    result = run_job(["-n", "2", script.name], state=tmp_path, cwd=script.parent)
+    reports = json.loads((result.run_dir / "report.json").read_text())
+    told = [(one["code"], one["ranks"], one["headline"]) for one in reports]
+    assert told == [("rank-raised", [0], "rank 0 raised ValueError: bad batch")], result.everything

@@ -68,6 +68,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
     handled: tuple[
         Raised, ...
     ] = ()  # left set_device, init_process_group or a collective, or on its way, oldest first
+    # in hand (`finally`, except clause, `with`) when it last began to wait for other ranks
+    handles: Raised | None = None
     meeting: Meeting | None = None
     sent: tuple[str, ...] = ()  # signals that this launcher had sent it, by name
     stack: tuple[

@@ -61,6 +61,7 @@ def _rank_shifted(rank: RankEvidence, by: float) -> RankEvidence:
         ended=rank.ended and _end_shifted(rank.ended, by),
         raised=rank.raised and _error_shifted(rank.raised, by),
         handled=tuple(_error_shifted(error, by) for error in rank.handled),
+        handles=rank.handles and _error_shifted(rank.handles, by),
         left_when=_later(rank.left_when, by),
         closed_at=_later(rank.closed_at, by),
     )

@@ -34,7 +34,7 @@ class Kind(Enum):
     RAISED = "raised"  # an exception that mentions no lost peer
     CRASHED = "crashed"  # SIGSEGV and its like
     SWALLOWED = "swallowed"  # exit code 0 after an error of its own in a shared call
-    LEAVING = "leaving"  # an exception of its own, not yet out of the program that closed its group
+    LEAVING = "leaving"  # an exception of its own, which has not left the program yet
     EXITED = "exited"  # an exit code that is not 0, with nothing that explains it
     NCCL = "nccl"  # NCCL gave up, and names no peer: mostly in all ranks at once
     ABORTED = "aborted"  # SIGABRT with nothing that explains it: a lost connection leads to it, too

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis import held_ranks, stacks
 from rallypoint.diagnosis.causes.case import NODES_NAMED, name_among, on_nodes, subject
 from rallypoint.diagnosis.causes.wording import shortened
 from rallypoint.diagnosis.evidence import Frame
@@ -100,6 +100,8 @@ class RankStanding(msgspec.Struct, frozen=True):
     detail: str = ""  # the other program's command line, or how it ended
     node: int = 0
     lost_thread: str = ""  # "OSError: shard 3 is corrupt", which ended one of its threads
+    # "KeyError: 'x', raised at train.py:12 in step": in hand when it last began to wait for others
+    handles: str = ""
     host: str = ""  # of its node, in a job on several; "" when it is not known
 
 
@@ -347,6 +349,12 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
     """
     found = [group for group in groups(standing) if group.first.missing != "ended"]
     wrong = mismatch(standing)
+    held, sure = held_ranks.apart(
+        {one.rank: one.frames for group in found for one in group.ranks},
+        [one.rank for one in standing.ranks if one.handles],
+    )
+    held = held if sure else ()
+    found.sort(key=lambda group: set(held).isdisjoint(group.numbers))
     odd, doing = found[0], sentence(standing, since=False)
     how = "none of their main threads has run"
     if seen:
@@ -371,6 +379,9 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
         why = f"{who} {waiting.verb('waits')} until {ranks_phrase(late.numbers)} {late.verb('makes')} the same call"
     elif len(found) == 1 and waits:
         why = f"all of them are in the same {waits[0].waits_in}: what it waits for is below it, in the network or in a group of some ranks"
+    for one in [one for one in odd.ranks if one.rank in held][:1]:
+        here = stacks.place(one.frames, standing.root)
+        why = held_ranks.told(one.rank, here, one.handles.replace(standing.root, ""))
     report = Report(
         code="job-stalled",
         headline=f"no rank has moved for {duration(seconds)}: {doing}",
@@ -389,7 +400,7 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
         report,
         code="collective-mismatch",
         headline=f"{doing}: {wrong}",
-        confidence=wrong.confidence,
+        confidence="likely" if held else wrong.confidence,
         help=(*_way_out(wrong), again),
         ranks=tuple(number for group in wrong.groups for number in group.numbers),
         exit_status=1,
@@ -540,9 +551,16 @@ def _facts(group: Group, standing: Standing) -> str:
     parts.append(" or ".join(states) + (f" ({', '.join(kernel)})" if kernel else ""))
     used = sorted({round(100 * bound(one.cpu for one in ranks)) for bound in (min, max)})
     parts.append(f"{'-'.join(map(str, used))} % CPU")
+    held = _in_hand(group, standing.root)
+    parts += [f"handles {held}"] if held else []
     lost = next((one.lost_thread for one in ranks if one.lost_thread), "")
     parts += [f"a thread died of {lost}"] if lost else []
     return " · ".join(parts)
+
+
+def _in_hand(group: Group, root: str) -> str:
+    """Return the exception that one of them has in hand, "" when none has."""
+    return next((one.handles for one in group.ranks if one.handles), "").replace(root, "")
 
 
 def _pids(ranks: Sequence[RankStanding]) -> str:

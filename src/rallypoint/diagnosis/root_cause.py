@@ -14,7 +14,14 @@ from math import inf
 import msgspec
 from msgspec.structs import replace
 
-from rallypoint.diagnosis import classify, confidence, reachability, stacks, tracebacks
+from rallypoint.diagnosis import (
+    classify,
+    confidence,
+    held_ranks,
+    reachability,
+    stacks,
+    tracebacks,
+)
 from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import endings, exceptions, gpus, nodes, resources, stops
@@ -98,6 +105,8 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
             ((one.rank, one.meeting) for one in node.ranks if one.meeting), job.world_size
         )
     }
+    if rows is ROWS:
+        verdicts = held_ranks.with_causes(verdicts)
     for row in rows:
         found = [verdict for verdict in verdicts if verdict.kind in row]
         # NCCL refuses a shared GPU, and whatever has a reason of its own comes before that.
@@ -108,7 +117,8 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
             return (*died, *_reports(job, verdicts, found))
     if died:
         return died
-    seen = (*_seen_where_they_wait(job), *_seen_apart(verdicts))
+    held = held_ranks.seen(verdicts, Case(job, (), "").root)
+    seen = (*_seen_where_they_wait(job), *(held or _seen_apart(verdicts)))
     if job.overdue:
         return (stops.overdue(job, seen),)
     if job.interrupted_by:

@@ -259,6 +259,11 @@ def in_distributed(frames: tuple[Frame, ...]) -> bool:
     return bool(frames) and "/torch/distributed/" in frames[-1].file
 
 
+def waits(frames: tuple[Frame, ...]) -> bool:
+    """Tell whether a stack is where a rank waits for others, or sends them something."""
+    return in_distributed(frames) or bool(waits_in_ddp(frames))
+
+
 def leaves_collective(frames: tuple[Frame, ...]) -> bool:
     """Tell whether an exception is on its way out of a collective: torch logs it there."""
     inner = [frame.file for frame in frames if "/torch/distributed/" in frame.file]

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import cache, reduce
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -125,10 +125,10 @@ def _is_over(
     if not before.__traceback__:
         return False
     frame = before.__traceback__.tb_frame
-    line = lines.get(frame, 0)
-    if not (clause := _clause_at(frame, line)):
+    file, line = frame.f_code.co_filename, lines.get(frame, 0)
+    if not (clause := _clause_at(file, line)):
         return False
-    file, last = frame.f_code.co_filename, clause.body[-1]
+    last = clause.body[-1]
     if line < last.lineno and re.match(r"raise|(\w+\.)?_?exit\b", ast.unparse(last)):
         return False
     own = stacks.library_path(file) == file
@@ -137,10 +137,11 @@ def _is_over(
     return _fits(clause.type, names) or (None if own else False)
 
 
-def _clause_at(frame: FrameType, line: int) -> ast.ExceptHandler | None:
-    """Return the innermost except clause around a line of a frame's file."""
+@cache
+def _clause_at(file: str, line: int) -> ast.ExceptHandler | None:
+    """Return the innermost except clause around a line."""
     found = None
-    for node in _nodes(frame.f_code.co_filename, "except"):
+    for node in _nodes(file, "except"):
         if isinstance(node, ast.ExceptHandler) and node.lineno <= line <= (node.end_lineno or 0):
             found = node
     return found
@@ -161,7 +162,7 @@ def on_its_way(frame: FrameType | None) -> Exception | None:
             return None
         frame = frame.f_back
     names = {kind.__name__ for kind in type(error).__mro__} & _EXPECTED
-    clause = _clause_at(frame, frame.f_lineno)
+    clause = _clause_at(frame.f_code.co_filename, frame.f_lineno)
     return None if clause and _fits(clause.type, names) else error
 
 

@@ -206,6 +206,14 @@ class Caught(Packet):
     raised: Raised
 
 
+class Handles(Packet):
+    """worker -> agent: the program waits for other ranks, and has this exception in hand: a
+    `finally`, an except clause or a `with` does; or (None) it has none any more.
+    """
+
+    raised: Raised | None
+
+
 class Uncatch(Packet):
     """worker -> agent: the exception of `Caught(serial)` was not handled after all: it leaves the
     program.

@@ -149,15 +149,16 @@ def swallowed(case: Case, error: Raised | None) -> Report:
 
 
 def on_its_way(case: Case, error: Raised | None) -> Report:
-    """Tell of an exception that was seen while the program closed its group: the others lost the
-    rank then, and it has not left the program yet.
+    """Tell of an exception that was seen while the program closed its group, and the others lost
+    the rank, or waited where they did not come. It has not left the program yet.
     """
     assert error is not None
     report = raised(case, error)
-    evidence = [
-        *report.evidence,
-        f"it was on its way when {case.subject} closed the process group, which ends the others' collectives",
-    ]
+    told = f"it was on its way when {case.subject} closed the process group, which ends the others' collectives"
+    if not error.on_its_way:
+        place = stacks.place(case.first.stack, case.root)
+        told = f"{case.subject} came to {place} while it handled it; the others waited elsewhere"
+    evidence = [*report.evidence, told]
     if error.caught_at is not None:
         evidence.append(f"{stacks.describe(error.caught_at, case.root)} may catch it")
     why = report.why or "it had not left the program yet when the others had failed"

@@ -53,6 +53,7 @@ _AS_TOLD = (
     "ended",
     "raised",
     "in_thread",
+    "handles",
     "meeting",
     "unanswered",
     "resident",

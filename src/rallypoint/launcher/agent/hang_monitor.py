@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis import held_ranks, stacks
 from rallypoint.diagnosis.causes.wording import named
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.hang_detector import Watch
@@ -106,6 +106,7 @@ class StackSampler:
             stands_for=stands_for,
             missing=missing,
             detail=detail,
+            handles=held_ranks.in_hand(handle.handles),
             lost_thread=named(handle.in_thread) if handle.in_thread is not None else "",
         )
 

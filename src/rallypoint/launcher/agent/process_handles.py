@@ -105,6 +105,7 @@ class RankHandle:
         self.in_thread: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
+        self.handles: Raised | None = None  # what it had in hand when it last began to wait
         self.exit_line = ""
         self.left_at = ""
         self.left_when = 0.0

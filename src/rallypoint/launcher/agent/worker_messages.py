@@ -24,6 +24,7 @@ from rallypoint.launcher.protocol import (
     ClosesGroup,
     Debugging,
     ForksCuda,
+    Handles,
     Imported,
     ImportedPart,
     Leaving,
@@ -69,6 +70,8 @@ class WorkerMessages:
                 self._on_caught(handle, serial, msgspec.structs.replace(raised, at=now))
             case ThreadEnded(raised):
                 handle.in_thread = handle.in_thread or msgspec.structs.replace(raised, at=now)
+            case Handles(raised):
+                handle.handles = raised and msgspec.structs.replace(raised, at=now)
             case Uncatch(serial):
                 handle.caught.pop(serial, None)
             case Uncaught(raised):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.launcher import exception_capture, interruptions, late_variables, protocol
-from rallypoint.launcher.protocol import Caught, ClosesGroup, Noticed, Packet, SetLate
+from rallypoint.launcher.protocol import Caught, ClosesGroup, Handles, Noticed, Packet, SetLate
 
 # Exceptions told per worker: a program that tries again for ever must not fill the agent.
 CAUGHT_MOST = 100
+_HELD = "_rallypoint_held"  # where an exception remembers its number among those told by `waits`
 
 
 class AgentLine:
@@ -27,6 +29,7 @@ class AgentLine:
         self._pid = os.getpid()
         self._serial = 0
         self._noticed = False
+        self._held = self._most_held = 0  # number of what the program has in hand, and the last one
         self._torch_hook: object = None  # torch's own sys.excepthook
 
     def tell(self, message: Packet, fds: Sequence[int] = (), sent: list[int] | None = None) -> bool:
@@ -119,6 +122,7 @@ class AgentLine:
         With an exception on its way, tell of that instead: it is the reason, and may take long to
         leave the program.
         """
+        self.waits()
         caller = exception_capture.current_frame(3)  # past the wrapper of `function_hooks`
         frame, error = exception_capture.user_frame(caller), exception_capture.on_its_way(caller)
         if error is None and whole and is_initialized() and not _is_giving_up(sys.exc_info()[1]):
@@ -137,6 +141,23 @@ class AgentLine:
             )
 
         self._tell_of(error, raised)
+
+    def waits(self) -> None:
+        """Tell which exception the program has in hand when it begins to wait for other ranks, and
+        when it has it no more. Where its main thread waits in C code nobody can ask it.
+        """
+        if sys.exc_info()[1] is None and not self._held:  # as nearly always
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return
+        error = exception_capture.on_its_way(exception_capture.current_frame())
+        number = 0 if error is None else error.__dict__.setdefault(_HELD, self._most_held + 1)
+        if number != self._held:
+            if error is None or number > CAUGHT_MOST:
+                self.tell(Handles(None))
+            else:
+                self.tell(Handles(exception_capture.raised(error)))
+            self._held, self._most_held = number, max(self._most_held, number)
 
     def tell_handled(self, error: BaseException) -> None:
         """Tell of the exception that was handled when `sys.exit` was called, or that `raise ... from`

@@ -173,8 +173,11 @@ def _handling_signals(original: _Original, *args: Any, **kwargs: Any) -> Any:
     so KeyboardInterrupt would come when `except KeyboardInterrupt: save()` has been passed. torch's
     own Python code runs handlers in most collectives; it has none in the two that are wrapped.
 
-    An exception that leaves it remembers when the call began and ended.
+    An exception that leaves it remembers when the call began and ended. One that the program has in
+    hand meanwhile is told: it may be why the others wait elsewhere.
     """
+    if _current is not None:
+        _current.waits()
     try:
         return exception_capture.timed(original, *args, **kwargs)
     except Exception:
