@@ -117,7 +117,8 @@ _CLOCK = re.compile(r"\d:\d\d:\d\d")
 # What is a prefix where all lines have it: a time, or a host with a number in its name.
 _COMMON = re.compile(
     r"(?P<clock>\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?(?= ))"
-    r"|(?!python|\d+:|\S*(?:Error|Exception|\.\w?[a-z]{2}):)[\w.-]*\d[\w.-]*:(?= (?!line \d|error:))"
+    r"|(?!python|\d+:|[\w.-]{0,100}(?:Error|Exception|\.\w?[a-z]{2}):)"
+    r"(?=[\w.-]{0,100}\d)[\w.-]{1,100}:(?= (?!line \d|error:))"
 )
 FEWEST = 3  # lines that show a host
 MOST_PREFIXES = 64  # forms of prefixes that one log may have
