@@ -46,7 +46,7 @@ QUICK = (
     0.002  # seconds of processor time for the short input: 1 MB would take a quarter of a second
 )
 GROWTH = 9.0  # of the time between the two
-LONGEST = 1.5  # seconds for 1 MB, of which `LARGEST` is looked at; this machine may be busy
+LONGEST = 5.0  # seconds for 1 MB, of which `LARGEST` is looked at; other processes slow it down
 
 _UNITS = (
     *"a0 _-.:,/\\\"'[](){}<>|=~^\t\n#@",
