@@ -113,6 +113,27 @@ def test_a_stop_after_a_failure(text: str, code: str, stop: str) -> None:
         assert told(stop + text).code == "interrupted"
 
 
+@pytest.mark.parametrize(
+    "stop",
+    [
+        "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO PREEMPTION ***\n",
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 2\n",
+    ],
+)
+def test_a_stop_that_no_failure_leads_to(stop: str) -> None:
+    assert told(_NCCL + stop).code == "interrupted"
+
+
+def test_a_stop_long_after_a_failure() -> None:
+    """The job went on without what NCCL warned of, or with what a helper had refused."""
+    steps = "".join(f"step {i} loss 0.5\n" for i in range(300))
+    helper = "prepare.py: error: the following arguments are required: --data\n"
+    limit = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO TIME LIMIT ***\n"
+    for text in (_NCCL, helper, _UNREACHED, "step exited with exit code 1\n"):
+        report = told(text + steps + limit)
+        assert (report.code, report.confidence) == ("interrupted", "certain"), text
+
+
 def test_an_error_in_a_line_alone_is_a_remark_beside_a_traceback() -> None:
     """A program that ends by an exception writes its traceback."""
     remark = "ValueError: no cache was found, starting without one\n"

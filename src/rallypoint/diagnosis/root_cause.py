@@ -492,11 +492,13 @@ def _of_stop(stop: Sighting, failure: Report, log: Findings) -> Report:
     """
     stopped = stops.interrupted_in_log(stop)
     handled = failure.code in ("cause-unknown", "interrupted") or failure.confidence == "possible"
-    handled = handled or stop.end.by not in ("", "TIME LIMIT")  # which no failure leads to
+    # a person may stop a job for any reason, and a preemption has one of its own
+    of_slurm = stop.end.by == "TIME LIMIT" or schedulers.cancelled_for_no_reason(stop.text)
     signs = [s for s in log.sightings if s.sign is not Sign.SPOKEN and not s.went_on]
     before = [s for s in signs if s.stands_before(stop, inf)]
     later = any(s.place.shown == failure.logs[:1] for s in signs if s not in before)
-    if handled or later or not before or not before[-1].stands_before(stop):
+    near = before and not later and before[-1].stands_before(stop)
+    if handled or not of_slurm or not near:
         return stopped
     then = "; ".join(filter(None, (failure.then, f"after that, {stopped.headline}")))
     return replace(failure, then=then)
