@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 import os
 import pathlib
@@ -1278,6 +1279,9 @@ REFUSED = (
     ("srun: error: Unable to create step for job 7: More processors requested than permitted", "srun did not start the job: More"),
     ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "sbatch did not start the job: Requested"),
     ("salloc: error: Job submit/allocate failed: Invalid qos specification", "salloc did not start the job: Invalid qos"),
+    ("srun: error: task 0 launch failed: Unspecified error", "srun did not start the job: Unspecified error"),
+    ("srun: unrecognized option '--container-image'", "srun did not start the job: unrecognized option"),
+    ("mpirun was unable to launch the specified application as it could not find an executable:", "mpirun did not start the job: it could not find"),
     ("qsub: Unknown queue MSG=cannot locate queue", "qsub did not start the job: Unknown queue"),
     ("There are not enough slots available in the system to satisfy the 8\nslots that were requested", "mpirun did not start the job: 8 processes"),
     ("There are not enough slots available in the system to satisfy the 8 slots\nthat were requested", "mpirun did not start the job: 8 processes"),
@@ -2619,3 +2623,66 @@ def test_where_numpy_was_imported_is_no_exception(before: str, between: str) -> 
 
 def test_numpys_notice_alone_is_no_failure() -> None:
     assert _told("step 0\n" + NUMPYS_NOTICE + "step 1\n")[0].headline.startswith("nothing in these")
+
+
+def test_cuda_that_cpp_could_not_start_is_perhaps_a_fork() -> None:
+    """A worker of a DataLoader that was forked frees a tensor on the GPU that its parent has."""
+    (report,) = _told(
+        "terminate called after throwing an instance of 'c10::CUDAError'\n"
+        "  what():  CUDA error: initialization error\n"
+        "Exception raised from insert_events at CUDACachingAllocator.cpp:1089 (most recent call first):\n"
+    )
+    assert (report.code, report.confidence) == ("cuda-before-fork", "likely")
+
+
+def test_a_table_without_pids() -> None:
+    log = f"Failures:\n[0]:\n  rank      : 1 (local_rank: 0)\n  exitcode  : 3 \n{'=' * 44}\n"
+    report = _told(log)[0]
+    assert (report.code, report.ranks) == ("rank-exited", (1,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("exception_type", "exception_message"), ("exception.type", "exception.message")],
+)
+def test_the_exception_of_a_json_object(kind: str, words: str) -> None:
+    """By the field names of OpenTelemetry and others."""
+    line = {"event": "worker.fatal", kind: "RuntimeError", words: "no graph", "rank": 1}
+    report = _told(json.dumps(line))[0]
+    assert (report.headline, report.ranks) == ("rank 1 raised RuntimeError: no graph", (1,))
+    told = {
+        **line,
+        "exc_info": 'Traceback (most recent call last):\n  File "t.py", line 3, in f\nKeyError: 1',
+    }
+    assert _told(json.dumps(told))[0].headline == "rank 1 raised KeyError: 1"
+
+
+def test_the_end_of_a_childs_input_is_no_cause_beside_what_was_not_pickled() -> None:
+    child = (
+        "Traceback (most recent call last):\n"
+        '  File "/opt/py/lib/python3.11/multiprocessing/spawn.py", line 126, in _main\n'
+        "    self = reduction.pickle.load(from_parent)\n"
+        "EOFError: Ran out of input\n"
+    )
+    parent = TRACEBACK.format("AttributeError: Can't pickle local object 'main.<locals>.f'")
+    assert [r.headline for r in _told(child + parent)] == [
+        "the program raised AttributeError: Can't pickle local object 'main.<locals>.f'"
+    ]
+
+
+def test_a_worker_group_that_failed_and_was_started_again() -> None:
+    assert _told("step 1\n" + AGAIN)[0].headline.startswith("the launcher says that the job failed")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[error] checkpoint is null !",
+        "E0000 collective_ops_utils.h:310] This thread has been waiting for 5000ms for and may be stuck: x",
+    ],
+)
+def test_more_lines_that_speak_of_a_failure(line: str) -> None:
+    steps = "".join(f"step {i}\n" for i in range(60))
+    assert _told(f"{steps}{line}\n")[0].headline == (
+        "line 61 speaks of a failure; the cause is not known"
+    )

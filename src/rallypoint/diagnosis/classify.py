@@ -92,10 +92,11 @@ def _cuda_forked(error: Raised) -> bool:
 
 def _cuda_perhaps_forked(error: Raised) -> bool:
     """Tell whether CUDA could not be started in a child of `multiprocessing` that nothing shows to
-    have been spawned.
+    have been spawned, or in C++: a forked child that frees a tensor of its parent.
     """
     not_started = torch.CUDA_NOT_STARTED.search(error.message) is not None
-    return not_started and _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
+    in_child = _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
+    return not_started and (in_child or error.type.startswith("c10::"))
 
 
 def _cuda_unknown_at_start(error: Raised) -> bool:

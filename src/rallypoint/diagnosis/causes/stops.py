@@ -294,10 +294,9 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
     at = reachability.unreached_at(_words(first, error))
     if at is not None:
         evidence[0] = "refused, dropped and unknown names look the same in torch's message"
-        helps = [
-            Help("see whether the name has an address", f"getent hosts {at[0]}"),
-            Help("and whether something answers there", f"nc -vz {at[0]} {at[1]}"),
-        ]
+        helps = [Help("see whether something answers there", f"nc -vz {at[0]} {at[1]}")]
+        if re.search("[A-Za-z]", at[0]):
+            helps.insert(0, Help("see whether the name has an address", f"getent hosts {at[0]}"))
     elif calls:
         helps = [
             Help(

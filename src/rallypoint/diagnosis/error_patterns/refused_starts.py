@@ -19,6 +19,27 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         _NOT_STARTED,
         Help("compare what it asks for with what there is", "sinfo -o '%P %D %c %m %G %l'"),
     ),
+    (
+        "launch failed: ",
+        r"^(?P<by>srun): error: (?:.{1,80} )?launch failed: (?P<reason>.+)$",
+        _NOT_STARTED,
+        None,
+    ),
+    *(
+        (
+            word,
+            r"^(?P<by>srun|sbatch|salloc|mpirun|mpiexec): (?:Error: )?(?P<reason>(?:unrecognized|unknown|invalid) option\b.+)$",
+            _NOT_STARTED,
+            None,
+        )
+        for word in ("unrecognized option", "unknown option", "invalid option")
+    ),
+    (
+        "unable to launch the specified",
+        r"^(?P<by>mpirun|mpiexec|prterun) was unable to launch the specified application as (?P<reason>it .+)$",
+        _NOT_STARTED,
+        None,
+    ),
     ("qsub: ", r"^(?P<by>qsub): (?P<reason>(?!(?:waiting for )?job \d)\S.+)$", _NOT_STARTED, None),
     (
         "not enough slots",

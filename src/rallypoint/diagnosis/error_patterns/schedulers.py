@@ -629,7 +629,7 @@ NO_FAILURE = re.compile(
 # A line that speaks of a failure plainly, whatever program wrote it. Not every "error": a metric
 # has that name, and a number behind it.
 _FAILURE = re.compile(
-    r"\b[Ee]rror(?: \(\d+\))?[:!](?! *[-+]?[\d.]+(?:\s|$))|\bERROR\b(?!S?: ?0\b)|\b(?:FATAL|CRITICAL|PANIC)\b"
+    r"\[error\]|\bmay be stuck\b|\b[Ee]rror(?: \(\d+\))?[:!](?! *[-+]?[\d.]+(?:\s|$))|\bERROR\b(?!S?: ?0\b)|\b(?:FATAL|CRITICAL|PANIC)\b"
     r"|\b\w{3,}(?:Error|Exception)(?::|$|\()|\bException\b"
     r"|\b(?:[Ff]atal|[Aa]borting|[Aa]borted|[Cc]rashed|[Ss]talled|unexpectedly|core dumped|BAD TERMINATION|segfault|[Ff]ailed)\b"
     r"|\b(?:FAILED|Evicted)\b|\b(?:Connection (?:refused|reset|closed)|Permission denied|No route to host|No such file or directory)\b"

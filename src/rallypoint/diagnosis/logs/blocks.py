@@ -618,12 +618,12 @@ class Summary(Block):
         for failure in self._failures:
             fields = failure.fields
             rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", fields.get("rank", ""))
-            status = re.match(r"(-?\d+) *\(pid: (\d+)\)", fields.get("exitcode", ""))
+            status = re.match(r"(-?\d+) *(?:\(pid: (\d+)\)|$)", fields.get("exitcode", ""))
             if rank is None or status is None:
                 continue
             number, local, code, pid = (int(x or -1) for x in (*rank.groups(), *status.groups()))
             place, host = Place(log, failure.line, self.last), fields.get("host", "")
-            ends = (max(code, 0), max(-code, 0), number, local, pid, host, "torchrun")
+            ends = (max(code, 0), max(-code, 0), number, local, max(pid, 0), host, "torchrun")
             stopped = failure.at - began >= GRACE - 1  # the table's times are whole seconds
             yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first, stopped=stopped))
             for error in failure.traceback.errors() if failure.traceback is not None else ():

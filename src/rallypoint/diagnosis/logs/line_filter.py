@@ -40,7 +40,8 @@ _WORTH = re.compile(
     rb"|i(?:lled|gnal|med out|ed(?<=\bdied)|cted(?<=Evicted)|nvalid (?:pointer|size|next))"
     rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly|tected an attempt|PullBackOff)"
     rb"|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
-    rb"|s(?:sert|mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9])|T(?:raceback)|S(?:IG)"
+    rb"|s(?:sert|tuck: |mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9]"
+    rb"|recognized opt|valid opt|known opt)|T(?:raceback)|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
     rb"|o(?:om|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
     rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
@@ -49,6 +50,11 @@ _WORTH = re.compile(
 # Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.
 _MESSAGES = ("log", "message", "msg", "textPayload", "event")
 _TRACES = ("exception", "exc_info", "exc_text", "traceback", "stack_trace", "error.stack_trace")
+_TYPED = (
+    ("exception_type", "exception_message"),
+    ("exception.type", "exception.message"),
+    ("error.type", "error.message"),
+)  # OpenTelemetry, and Elastic's schema
 _RANKS = ("rank", "global_rank", "RANK")
 # Quotation marks that a page makes of those of a log; and no null.
 _QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''", "\0")
@@ -172,7 +178,10 @@ def _unwrapped(data: bytes) -> list[str]:
     fields = [next((name for name in _MESSAGES if isinstance(told.get(name), str)), ""), *_TRACES]
     rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
     mark = "" if rank is None else f"[rank{rank}]: "
-    texts = (told[name].rstrip("\n") for name in fields if isinstance(told.get(name), str))
+    texts = [told[name].rstrip("\n") for name in fields if isinstance(told.get(name), str)]
+    if not any(told.get(name) for name in _TRACES):
+        pairs = [(told.get(kind), told.get(words)) for kind, words in _TYPED]
+        texts += [f"{kind}: {words}" for kind, words in pairs if kind and words]
     return [mark + line for text in texts for line in text.split("\n")]
 
 

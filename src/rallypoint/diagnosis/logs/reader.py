@@ -223,6 +223,7 @@ class Reader:
             self._ignored[speaker.name] = number
         elif schedulers.restarts(text):
             self._restarts.append(Place(self._log, number, number))
+            self._failed = True
             self._nameless.clear()
         elif kind := next((one for one in _BLOCKS if one.begins(text)), None):
             self._begin(speaker, kind(number, text))

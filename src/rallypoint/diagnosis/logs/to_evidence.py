@@ -22,6 +22,7 @@ from rallypoint.diagnosis.classify import Meaning
 from rallypoint.diagnosis.error_patterns import python, refused_starts, schedulers
 from rallypoint.diagnosis.evidence import (
     Ended,
+    Frame,
     JobEvidence,
     MemoryEvidence,
     NodeEvidence,
@@ -701,23 +702,30 @@ def _same(error: Raised) -> Hashable:
     return (error.type, place)
 
 
+def _is_spawning(frame: Frame) -> bool:
+    return re.search(r"multiprocessing[/\\]spawn\.py$", frame.file) is not None
+
+
 def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
     """Drop groups that only repeat another.
 
-    These are the line that a logger wrote of an exception which has its traceback, too, and the
-    news that a DataLoader's worker has ended which is known to have been killed, or to have met a
-    full /dev/shm.
+    These are the line that a logger wrote of an exception which has its traceback, too, the news
+    that a DataLoader's worker has ended which is known to have been killed, or to have met a full
+    /dev/shm, and the end of the input of a child for which its parent could not pickle something.
     """
     errors = [s.error for group in groups for s in group]
     messages = {error.message.partition("\n")[0] for error in errors if error.frames}
     killed = {worker[0] for worker in map(classify.loader_killed, errors) if worker is not None}
 
     full = any(classify.says("shared-memory", error.message) for error in errors)
+    unpickled = any(python.NOT_PICKLED.search(error.message) for error in errors)
 
     def repeats(error: Raised) -> bool:
         gone = classify.loader_gone(error.message)
         if killed.intersection(gone) or (full and gone):
             return classify.loader_killed(error) is None
+        if unpickled and error.type == "EOFError" and any(map(_is_spawning, error.frames)):
+            return True
         return not error.frames and error.message.partition("\n")[0] in messages
 
     return [group for group in groups if not all(repeats(s.error) for s in group)] or groups
