@@ -27,8 +27,12 @@ import os, time
 
 print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], flush=True)
 print(os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], flush=True)
+there = "printed" + os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ["RANK"] == "4":
+    while not os.path.exists(there):  # the other is stopped when this one has failed
+        time.sleep(0.01)
     raise ValueError("nan")
+open(there, "w").close()
 time.sleep(60)
 """
 
