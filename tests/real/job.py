@@ -202,6 +202,9 @@ def run_job(
             process.wait()
         left = left_behind(marker)
         kill(marker)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:  # still open when `act` has failed: a later test would see that
+                pipe.close()
     result = Result(
         process.returncode,
         GLOO.sub("", out.decode(errors=errors)),

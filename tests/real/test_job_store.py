@@ -19,7 +19,7 @@ import pytest
 
 from .conftest import Run, Write
 from .job import run_job
-from .test_supervision import helper, said
+from .test_supervision import helper, said, wait_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
@@ -431,18 +431,21 @@ def test_a_store_in_use_takes_no_signal_and_leaves_nothing(
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
-        blocked = [
-            blocked_signals(process.pid, int(thread))
-            for thread in os.listdir(f"/proc/{process.pid}/task")
-        ]
-        everything = {int(number) for number in signal.valid_signals()} - {
-            signal.SIGKILL,
-            signal.SIGSTOP,
-        }
-        assert any(everything <= of_one for of_one in blocked), "the thread that serves"
-        assert not {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD} & blocked_signals(
-            process.pid, process.pid
-        ), "the loop"
+        everything = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+
+        def serves_in_a_thread() -> bool:
+            threads = {int(thread) for thread in os.listdir(f"/proc/{process.pid}/task")}
+            return any(
+                everything <= blocked_signals(process.pid, thread)
+                for thread in threads - {process.pid}
+            )
+
+        def loop_takes_signals() -> bool:  # not while it starts a thread
+            taken = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+            return not taken & blocked_signals(process.pid, process.pid)
+
+        wait_for(serves_in_a_thread, "a thread that serves", process)
+        wait_for(loop_takes_signals, "the loop takes signals", process)
         os.kill(process.pid, signal.SIGKILL if victim == "launcher" else signal.SIGTERM)
 
     result = run_job(
@@ -455,8 +458,13 @@ def test_a_store_in_use_takes_no_signal_and_leaves_nothing(
 
 
 def blocked_signals(pid: int, thread: int) -> set[int]:
-    """By number; glibc's own two, which nobody can block, are left out."""
-    status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    """By number; glibc's own two, which nobody can block, are left out. A thread that has ended
+    blocks none.
+    """
+    try:
+        status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
     mask = int(
         next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16
     )
