@@ -40,10 +40,9 @@ LONGER = {
 NOT_YET_SHORT = {
     "diagnosis/catalogue.py",
     "diagnosis/classify.py",
-    "diagnosis/error_patterns/schedulers.py",
-    "diagnosis/logs/blocks.py",
     "diagnosis/logs/reader.py",
     "diagnosis/logs/to_evidence.py",
+    "diagnosis/logs/traceback_blocks.py",
     "diagnosis/rank_snapshot.py",
     "diagnosis/rendezvous_mismatch.py",
     "diagnosis/root_cause.py",
@@ -60,7 +59,7 @@ NOT_YET_SHORT = {
 }
 """Files over MOST_LINES that are still to be split or shortened."""
 
-MOST_WEIGHT = 369_985
+MOST_WEIGHT = 370_882
 """Tokens of code in the package. Raised only deliberately, by what a change itself needs."""
 
 MOST_RIDDLES = 0.02

@@ -32,7 +32,7 @@ EXEMPT = {
     "host/firewall.py": "the output of nft and iptables",
     "host/devices.py": "files of the NVIDIA driver in /proc",
     "diagnosis/pages.py": "pages of the package's own",
-    "diagnosis/error_patterns/schedulers.py:_FAILURE": "lines of at most 1500 characters",
+    "diagnosis/error_patterns/failure_words.py:_FAILURE": "lines of at most 1500 characters",
     "testing/": "for tests, not part of a job",
 }
 """Parts whose patterns never meet text of a program or of a log, and what they meet instead."""

@@ -18,7 +18,8 @@ from rallypoint.diagnosis import render, tracebacks
 from rallypoint.diagnosis.catalogue import CATALOGUE
 from rallypoint.diagnosis.logs import log_files, prefixes
 from rallypoint.diagnosis.logs.line_filter import Sifter, as_utf8, shown
-from rallypoint.diagnosis.logs.reader import MOST_SIGHTINGS, Reader, together
+from rallypoint.diagnosis.logs.reader import Reader, together
+from rallypoint.diagnosis.logs.sightings import MOST_SIGHTINGS
 from rallypoint.diagnosis.logs.to_evidence import diagnose
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError

@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from rallypoint.diagnosis.error_patterns import gloo, nccl, python, schedulers, torch
+from rallypoint.diagnosis.error_patterns import failure_words, gloo, launchers, nccl, python, torch
 from rallypoint.diagnosis.evidence import Raised
 
 # --- the cause that an exception names
 # -------------------------------------------------------------------------------
 
-_TABLES = (python.CAUSES, torch.CAUSES, nccl.CAUSES, gloo.CAUSES, schedulers.CAUSES)
+_TABLES = (python.CAUSES, torch.CAUSES, nccl.CAUSES, gloo.CAUSES, launchers.CAUSES)
 _WORDS = {
     cause: tuple(table[cause] for table in _TABLES if cause in table)
     for table in _TABLES
@@ -222,7 +222,7 @@ def names_cause(message: str) -> bool:
 
 def recognised(line: str) -> bool:
     """Tell whether a line that has not the form of an exception names a cause."""
-    if len(line) > schedulers.LONGEST or schedulers.NO_FAILURE.search(line):
+    if len(line) > failure_words.LONGEST or failure_words.NO_FAILURE.search(line):
         return False
     by_ssh = says("ssh-unresolved", line) or says("ssh-failed", line)
     known = by_ssh or _symbol_in(line) or python.NO_FILES.search(line)
@@ -529,11 +529,11 @@ def meaning(error: Raised) -> Meaning:
     ):
         return Meaning.MAYBE_LOST
     words = f"{error.type}: {message}"
-    if schedulers.WAITED.search(words):
+    if launchers.WAITED.search(words):
         return Meaning.WAITED
     # vLLM's engine, when one of its workers has ended
     cancelled = words == "RuntimeError: cancelled" and _through(error, _OF_VLLM)
-    return Meaning.LOST if cancelled or schedulers.LOST.search(words) else Meaning.OWN
+    return Meaning.LOST if cancelled or launchers.LOST.search(words) else Meaning.OWN
 
 
 def in_short(error: Raised) -> str:

@@ -30,7 +30,7 @@ import msgspec
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes import wording
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import slurm_words
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Findings, Place, Sighting, Sign
 from rallypoint.diagnosis.rank_kinds import Kind, Verdict
@@ -244,8 +244,8 @@ def answers(stop: Sighting, seen: Iterable[Sighting]) -> bool:
     ends a job for one sends the same. Also a stop for which Slurm names no reason, where it tells
     of a failure soon after it.
     """
-    if schedulers.cancelled_for_no_reason(stop.text):
-        of_task = schedulers.is_for_a_task(stop.text)
+    if slurm_words.cancelled_for_no_reason(stop.text):
+        of_task = slurm_words.is_for_a_task(stop.text)
         for s in seen:
             soon = 0 < s.place.line - stop.place.line <= _SOON and s.place.log == stop.place.log
             if soon and (s.sign is Sign.KILLED_FOR_MEMORY or (of_task and s.sign is Sign.ENDED)):
@@ -266,7 +266,7 @@ def placed(report: Report, findings: Findings) -> Report:
         return report
     log, _, line = report.logs[0].rpartition(":")
     spoken = [s for s in findings.sightings if s.sign is Sign.SPOKEN]
-    spoken = [s for s in spoken if not schedulers.of_slurms_stop(s.text)]
+    spoken = [s for s in spoken if not slurm_words.is_stop(s.text)]
     before = of_place(report.code, Place(log, int(line)), spoken)
     if before is None:
         return report

@@ -35,7 +35,7 @@ from rallypoint.diagnosis.consequences import (
     of_consequences,
     scene_of,
 )
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import slurm_words
 from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.log_consequences import (
     absent_in_log,
@@ -493,7 +493,7 @@ def _of_stop(stop: Sighting, failure: Report, log: Findings) -> Report:
     stopped = stops.interrupted_in_log(stop)
     handled = failure.code in ("cause-unknown", "interrupted") or failure.confidence == "possible"
     # a person may stop a job for any reason, and a preemption has one of its own
-    of_slurm = stop.end.by == "TIME LIMIT" or schedulers.cancelled_for_no_reason(stop.text)
+    of_slurm = stop.end.by == "TIME LIMIT" or slurm_words.cancelled_for_no_reason(stop.text)
     signs = [s for s in log.sightings if s.sign is not Sign.SPOKEN and not s.went_on]
     before = [s for s in signs if s.stands_before(stop, inf)]
     later = any(s.place.shown == failure.logs[:1] for s in signs if s not in before)
@@ -555,8 +555,8 @@ def _stops(log: Findings) -> list[Sighting]:
         or log.has_failed(s)
         or classify.is_consequence(s.error)
     ]
-    stops = [s for s in stops if not schedulers.cancelled_for_no_reason(s.text)] or stops
-    stops = [s for s in stops if not answers(s, failures) and not schedulers.is_by_srun(s.text)]
+    stops = [s for s in stops if not slurm_words.cancelled_for_no_reason(s.text)] or stops
+    stops = [s for s in stops if not answers(s, failures) and not slurm_words.is_by_srun(s.text)]
     stops.sort(key=lambda s: (s.place.line, s.end == NOT_ENDED))
     failed = [s for s in stops if s.end.by == "NODE FAILURE"]
     # Without `host`, the line is of the step's end and has only the node of its first task.

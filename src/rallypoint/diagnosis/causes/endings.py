@@ -25,7 +25,7 @@ from rallypoint.diagnosis.causes.wording import (
     signal_name,
     since,
 )
-from rallypoint.diagnosis.error_patterns import refused_starts, schedulers
+from rallypoint.diagnosis.error_patterns import python, read_line, refused_starts
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
@@ -190,7 +190,7 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
     status = next((end.status for _, end in ends), "")
     left = "without an active exception" in rank.stack_text  # the log's doubt says it all
     why, confidence = "" if left else crash_words(number), case.confidence
-    if schedulers.NO_EXCEPTION in rank.stack_text:
+    if python.NO_EXCEPTION in rank.stack_text:
         why = ""
     if number == signals.SIGSEGV and len(stack) >= DEEP and len(set(stack)) <= DIFFERENT:
         why, confidence = "a recursion without an end filled its stack", "likely"
@@ -268,7 +268,7 @@ def exited(case: Case, caught: Raised | None) -> Report:
     if behind and (unseen or refused):
         sentence = f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program"
         helps = [Help(sentence, case.job.moved)]
-    if rank.log and any(map(schedulers.by_launcher, rank.said)):
+    if rank.log and any(map(read_line.by_launcher, rank.said)):
         sentence = "it ran another launcher, and its log has the output of that: diagnose this log"
         helps.append(Help(sentence, f"rallypoint explain {shlex.quote(rank.log)}"))
     return of_end(

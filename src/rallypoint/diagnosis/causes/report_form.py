@@ -21,7 +21,7 @@ from rallypoint.diagnosis.causes.case import (
 )
 from rallypoint.diagnosis.causes.short_traceback import abridged
 from rallypoint.diagnosis.causes.wording import cut, named, signal_name
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import read_line
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Confidence, Help, Moment, Report, Said
 
@@ -170,7 +170,7 @@ def words_before(case: Case, *, first: bool = False) -> tuple[Said, ...]:
     """
     log = case.job.log
     words = () if log is None else log.before if first else log.last_words
-    lines = tuple(cut(line, 200) for line in words if not schedulers.by_launcher(line))
+    lines = tuple(cut(line, 200) for line in words if not read_line.by_launcher(line))
     return (Said("the log, before that,", lines),) if lines else ()
 
 

@@ -23,7 +23,7 @@ from rallypoint.diagnosis.causes.report_form import (
     words_before,
 )
 from rallypoint.diagnosis.causes.wording import CRASHES, EVIDENCE_LINES, cut, signal_name
-from rallypoint.diagnosis.error_patterns import schedulers, torch
+from rallypoint.diagnosis.error_patterns import known_line, launchers, read_line, slurm_words, torch
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
 from rallypoint.diagnosis.report import Help, Report, Said
@@ -192,7 +192,7 @@ def interrupted_in_log(stop: Sighting) -> Report:
         word = next(word for word in _MORE_TIME if word in stop.text)
         what = f"{_MORE_TIME[word][0]} stopped the job: its time was over"
         helps = [Help("ask for more time", _MORE_TIME[word][1])]
-    elif by == schedulers.SERVICE:
+    elif by == known_line.SERVICE:
         what = f"{by} stopped the job"
     elif by:
         what = f"Slurm stopped the job: {by.lower()}"
@@ -202,7 +202,7 @@ def interrupted_in_log(stop: Sighting) -> Report:
     elif "First task exited" in stop.text:
         what = "srun ended the job: a rank had left, and the others went on for too long"
         helps = [Help("see what follows from that", "rallypoint explain rank-left-early")]
-    elif schedulers.of_slurms_stop(stop.text):
+    elif slurm_words.is_stop(stop.text):
         what = "Slurm stopped the job; for whom is not in the log"
         look = "sacct -j JOBID --format JobID,State,ExitCode,Reason"
         helps = [Help("see how the job and its steps ended", look)]
@@ -211,7 +211,7 @@ def interrupted_in_log(stop: Sighting) -> Report:
         helps = [Help("start it so that it outlives the terminal", "tmux new -s train")]
     elif number and number != signals.SIGINT:
         what = f"the launcher was stopped by {signal_name(number)}"
-    why = why if by == schedulers.SERVICE else ""
+    why = why if by == known_line.SERVICE else ""
     return Report("interrupted", what, why=why, help=tuple(helps), logs=stop.place.shown)
 
 
@@ -229,7 +229,7 @@ def ended_by_a_stop(end: Sighting) -> Report:
 
 def reported(headline: Sighting) -> Report:
     """Tell of a report of rallypoint's own, which stands in the log of a job that it ran."""
-    found = re.search(schedulers.REPORTED, headline.text)
+    found = re.search(read_line.REPORTED, headline.text)
     assert found is not None
     folder = "".join(f" {shlex.quote(one)}" for one in headline.lines)
     again = "see it again, with its timeline and the logs of all ranks"
@@ -338,7 +338,7 @@ def _in_short(case: Case, error: Raised | None) -> str:
         return f"could not reach {at[0]}:{at[1]} in time"
     if error is not None:
         short = classify.in_short(error).removesuffix(": ")
-        if schedulers.LOST.search(f"{error.type}: {error.message}"):
+        if launchers.LOST.search(f"{error.type}: {error.message}"):
             return f"failed after something else had ({short})"
         waited = classify.meaning(error) is classify.Meaning.WAITED
         return f"{'waited in vain' if waited else 'lost another rank'} ({short})"

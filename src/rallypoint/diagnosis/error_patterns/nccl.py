@@ -56,3 +56,12 @@ NAMES_PEER = re.compile(
     r"|Broken pipe|communicator was aborted"
 )
 """Words that name another rank as lost: the cause is there, or between the two."""
+
+_WARNING = re.compile(r"NCCL WARN (?P<words>.+)$")
+
+
+def warning(text: str) -> str:
+    """Read a warning; "" when the line is none, or only a remark."""
+    found = _WARNING.search(text) if "NCCL WARN" in text else None
+    remark = found is None or REMARKS.search(found["words"])
+    return found["words"] if found is not None and not remark else ""

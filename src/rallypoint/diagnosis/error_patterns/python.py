@@ -1,8 +1,11 @@
-"""Texts of Python, its libraries and the system's resolver about a failure."""
+"""Texts of Python, C, their libraries and the system's resolver about a failure."""
 
 from __future__ import annotations
 
 import re
+import signal
+
+from rallypoint.diagnosis.error_patterns.known_line import line
 
 _NOT_LOCKED = (
     # InfiniBand; EFA through libfabric
@@ -96,3 +99,27 @@ SIGNALS = {
     "File size limit exceeded": 25, "Bad system call": 31,
 }  # fmt: skip
 """strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended."""
+
+LINES = (
+    line(
+        "*** SIG",
+        r"(?:^|\blogging\.cc:\d+: )\*\*\* (?P<name>SIG\w+) (?:.* )?received (?:by PID (?P<pid>\d+)|at time=)",
+        by="the process itself",
+        first=True,
+    ),
+    *(
+        line(
+            word,
+            r"^\s{0,8}(?:\*\*\* Error in `.{1,200}': )?(?:(?:\w*alloc|malloc_consolidate|free|m\w+_chunk)\(\): "
+            r"(?:double free|invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
+            r"|double free or corruption|corrupted (?:size vs|double-linked)|\*\*\* stack smashing)",
+            by="the C library",
+            first=True,
+            signal=int(signal.SIGABRT),
+        )
+        for word in ("(): ", "corrupt", "stack smashing")
+    ),
+)
+
+NO_EXCEPTION = "terminate called without an active exception"
+"""Words of C++ about a thread that still ran when its process left."""

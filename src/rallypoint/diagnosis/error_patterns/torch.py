@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 
+from rallypoint.diagnosis.error_patterns.known_line import line
+from rallypoint.diagnosis.log_events import Sign, Speaker, of_rank
+
 CUDA_UNKNOWN = r"CUDA (?:error: |failure \S{1,80} ')unknown error"
 """Words of CUDA for an error that it has no name for: of whatever call, the first one or a later."""
 
@@ -179,5 +182,52 @@ torch's.
 """
 
 WAITED_IN_A_CALL = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
-
 TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError", "C10dError")
+
+LINES = (
+    line(
+        "Watchdog caught",
+        # Another process's text may be torn into the words.
+        r"(?:\[Rank (?P<ranks>\d+)\] )?Watchdog caught collective operat.{0,200}?timeout: "
+        r"WorkNCCL\(SeqNum=(?P<sequence>\d+), OpType=(?P<kind>\w+)"
+        r"(?:, NumelIn=(?P<elements>\d+))?[^)]*\)[^)]*\) ran for (?P<ms>\d+) milliseconds",
+        Sign.WATCHDOG,
+    ),
+    line(  # the same, broken before it
+        "WorkNCCL(",
+        r"^WorkNCCL\(SeqNum=(?P<sequence>\d+), OpType=(?P<kind>\w+)(?:, NumelIn=(?P<elements>\d+))?"
+        r"[^)]*\)[^)]*\) ran for (?P<ms>\d+) milliseconds",
+        Sign.WATCHDOG,
+    ),
+    line(
+        "failed to connect to",
+        r"client socket has failed to connect to \S{1,300} \(errno: \d+",
+        Sign.UNREACHED,
+    ),
+    line(
+        "cannot be retrieved",
+        r"network addresses of \(\S{1,300}, \d+\) cannot be retrieved \(gai error",
+        Sign.UNREACHED,
+    ),
+    line(
+        "Invalid payload size",
+        r"Error processing client message: Invalid payload size\. size: \d+, max: \d+",
+        Sign.TOO_LARGE,
+    ),
+)
+
+
+def group_of(text: str) -> str:
+    """Name the process group that NCCL's watchdog tells after a timeout: "0"; "" when it names
+    none.
+    """
+    found = re.search(r"\[PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>\w+))?", text)
+    return (found["guid"] or found["id"]) if found is not None else ""
+
+
+def speaking(text: str, speaker: Speaker) -> Speaker:
+    """Name the rank that speaks, by its prefix or by what torch writes into the line; `speaker` if
+    neither tells.
+    """
+    found = re.search(r"\[(?:PG [^\]]*?)?Rank (\d+)\]", text)
+    return of_rank(int(found[1])) if found is not None and speaker.rank < 0 else speaker

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from rallypoint.diagnosis import classify, tracebacks
-from rallypoint.diagnosis.error_patterns import nccl, refused_starts, schedulers
+from rallypoint.diagnosis.error_patterns import (
+    failure_words,
+    known_line,
+    launchers,
+    nccl,
+    read_line,
+    refused_starts,
+    torch,
+)
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import (
     NOBODY,
@@ -27,52 +35,22 @@ from rallypoint.diagnosis.log_events import (
     of_rank,
 )
 from rallypoint.diagnosis.logs import prefixes
-from rallypoint.diagnosis.logs.blocks import (
-    HEADER,
+from rallypoint.diagnosis.logs.block import HEADER, WORDS, native
+from rallypoint.diagnosis.logs.crash_block import Crash
+from rallypoint.diagnosis.logs.launcher_tables import MpiExit, Stall, Summary, Table
+from rallypoint.diagnosis.logs.line_filter import LINE_LIMIT, Line, Sifter, as_utf8, shown
+from rallypoint.diagnosis.logs.sightings import NCCL_INFO, Sightings
+from rallypoint.diagnosis.logs.traceback_blocks import (
     NOT_COMPILED,
-    WORDS,
-    Crash,
     GroupTraceback,
     Message,
-    MpiExit,
-    Stall,
-    Summary,
-    Table,
     Traceback,
     headless,
-    native,
     spawned,
 )
-from rallypoint.diagnosis.logs.line_filter import LINE_LIMIT, Line, Sifter, as_utf8, shown
-
-MOST_SIGHTINGS = 2000
-"""Different things of one log that are kept. What is the same but for its numbers counts as one,
-and a cause is among the first.
-"""
 
 MOST_SPOKEN = 100
 """Lines of unknown words among these; the first ones are shown."""
-
-WENT_ON = 12
-"""Lines that the same process wrote after an error until it counts as handled: threads, exit
-handlers and notes write a few.
-"""
-
-LONG_AFTER = 150
-"""Lines that the same process wrote after an import that failed until it did without the module:
-more than scripts and libraries write at the end of a job.
-"""
-
-NCCL_INFO = "NCCL INFO"
-"""Words in a line of NCCL's own, which does not show that the program went on."""
-
-# lines between two errors of one process until the first counts as handled: what a logger wrote, it
-# may raise, too
-PERHAPS = 3
-
-# lines after an error, at the end of a log, that leave open whether it was handled; one is a
-# prompt, or a shell's remark
-FOLLOWED = 2
 
 # lines after "Exception ignored in:" in which the traceback of that begins; others may write
 # between them
@@ -99,11 +77,6 @@ JOINED = 2000  # characters at its end that are read of a traceback which became
 # the end of it
 _IN_ONE_LINE = re.compile(r"\d+, in .*? ((?:\w{1,60}\.){0,9}\w{0,60}(?:Error|Exception): .+)$")
 _PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
-_SHELL = "\0the shell"  # the name under which a shell's words are watched
-_LONG = "\0long after an import of "  # the same for its imports that failed
-_SPOKEN = "\0spoken by "  # the same for a process's lines of unknown words
-_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
-
 
 _Open = Traceback | GroupTraceback | Message | Crash | Table
 
@@ -123,12 +96,9 @@ class Reader:
         self._first_lines = BEGINNING  # that are still to come
         self._prefixes = prefixes.Prefixes()
         self._open: dict[str, tuple[Speaker, _Open]] = {}
-        self._seen: list[Sighting] = []
-        self._same: dict[object, int] = {}
+        self._seen = Sightings()
         self._ranks = {speaker.rank}
         self._stopped: list[int] = []
-        # errors that may be handled, by process: its mark, their indices, its lines since
-        self._watched: dict[str, tuple[bytes, list[int], int]] = {}
         self._ignored: dict[str, int] = {}  # the last line "Exception ignored" of each process
         self._restarts: list[Place] = []
         self._groups: dict[int, str] = {}  # of each rank, as its watchdog names it
@@ -143,7 +113,6 @@ class Reader:
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
-        self._warned: dict[int, set[str]] = {}  # NCCL's warnings, and its threads that had them
         self._spawned = (0, -1)  # a line below which the traceback of a rank begins, and the rank
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
@@ -156,12 +125,10 @@ class Reader:
             if cut and not self._spoke:
                 self._note(Sign.SPOKEN, block.start, speaker, HEADER)
             self._settle(name)
-        for _, which, since in self._watched.values():
-            for number in which if since >= FOLLOWED else ():
-                self._seen[number] = msgspec.structs.replace(self._seen[number], followed=True)
+        self._seen.end()
         self._count_members()
         return Findings(
-            tuple(self._with_group(sighting) for sighting in self._seen),
+            tuple(self._with_group(sighting) for sighting in self._seen.every),
             self._sifter.number - 1,
             tuple(sorted(self._ranks - {-1})),
             tuple(self._stopped),
@@ -192,10 +159,10 @@ class Reader:
 
     def _take_all(self, lines: Iterator[Line]) -> None:
         for line in lines:
-            self._pass()
+            self._seen.pass_over(self._sifter.passed)
             self._take(line)
             self._sifter.attentive = bool(self._open) or self._first_lines > 0
-        self._pass()
+        self._seen.pass_over(self._sifter.passed)
 
     def _take(self, line: Line) -> None:
         self._first_lines -= 1
@@ -221,7 +188,7 @@ class Reader:
             self._spawned = (number, rank)
         elif tracebacks.IGNORED.match(text):
             self._ignored[speaker.name] = number
-        elif schedulers.restarts(text):
+        elif launchers.restarts(text):
             self._restarts.append(Place(self._log, number, number))
             self._failed = True
             self._nameless.clear()
@@ -232,27 +199,27 @@ class Reader:
             # A page may drop the indentation, and torchrun's table indents by two more.
             traceback.take(number, max(text, "  " + text.lstrip(), key=len))
             self._begin(speaker, traceback)
-        elif (told := schedulers.told_by(text)) is not None:
+        elif (told := read_line.told_by(text)) is not None:
             self._told(Place(self._log, number, number), speaker, text, told)
-        elif (member := schedulers.member(text)) is not None:
+        elif (member := launchers.member(text)) is not None:
             self._count_member(number, *member)
-        elif (words := schedulers.nccl_warning(text)) and not classify.recognised(words):
+        elif (words := nccl.warning(text)) and not classify.recognised(words):
             seen = self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
             if seen is not None:
-                self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
+                self._seen.watch_words(speaker, seen)
                 if (found := nccl.THREAD.search(text)) is not None:
-                    self._warned.setdefault(seen, set()).add(found["thread"])
+                    self._seen.warned(seen, found["thread"])
         elif block := self._message(number, words or text):
             mine = self._open.get(speaker.name)  # inside a traceback it is no message of its own
             says_more = mine is not None and isinstance(mine[1], Traceback) and mine[1].says_little
-            if mine is None or (says_more and schedulers.exception(text) is None):
+            if mine is None or (says_more and failure_words.exception(text) is None):
                 self._begin(speaker, block)
         elif text.rstrip().endswith("operation timeout:"):  # its facts are in the next line
-            self._broken = schedulers.speaking(text, speaker)
+            self._broken = torch.speaking(text, speaker)
         elif classify.says_lost((text,)) or classify.says_waited((text,)):
-            self._note(Sign.LOST, number, schedulers.speaking(text, speaker), text)
-        elif (found := schedulers.FOLDER.match(text)) is not None:
-            self._told_folder(found[1])
+            self._note(Sign.LOST, number, torch.speaking(text, speaker), text)
+        elif (found := read_line.FOLDER.match(text)) is not None:
+            self._seen.name_folder(found[1])
         elif (found := _STOPPED.search(text)) is not None:
             self._stopped.append(int(found.group(1)))
             self._keep_last_words()
@@ -265,20 +232,20 @@ class Reader:
         """
         of_launcher = "ChildFailedError" in text or text.endswith(".py FAILED")
         self._failed = self._failed or of_launcher or _WORKER_DIED in text
-        if "watchdog" in text and (rank := schedulers.speaking(text, speaker).rank) >= 0:
-            self._groups.setdefault(rank, schedulers.group_of(text))
-        speaks = self._spoke < MOST_SPOKEN and schedulers.speaks_of_failure(text)
+        if "watchdog" in text and (rank := torch.speaking(text, speaker).rank) >= 0:
+            self._groups.setdefault(rank, torch.group_of(text))
+        speaks = self._spoke < MOST_SPOKEN and failure_words.speaks_of_failure(text)
         if of_launcher or (not speaks and _LAUNCHERS.search(text)):
             return
         if not speaker.known and text.strip():
             self._nameless.append(text[:WORDS])
         if NCCL_INFO not in text:
-            self._count_line(speaker.name)
-        self._get_over(text)
+            self._seen.count_line(speaker.name)
+        self._seen.get_over(text)
         self._sifter.call_dull()
         if speaks and (seen := self._note(Sign.SPOKEN, number, speaker, text)) is not None:
             self._spoke += 1
-            self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
+            self._seen.watch_words(speaker, seen)
 
     def _begin_traceback(self, number: int, speaker: Speaker, text: str, at: int) -> None:
         group = GroupTraceback.HEAD.search(text[:at])
@@ -309,7 +276,7 @@ class Reader:
         """
         text = text if text.endswith("|") else GroupTraceback.BAR.sub("", text)
         # A log may be one exception, and be indented as a whole.
-        named = schedulers.exception(text.lstrip() if number == 1 else text)
+        named = failure_words.exception(text.lstrip() if number == 1 else text)
         if named is None:
             ends = text.endswith(" is killed by signal:")
             known = ends or classify.recognised(text) or classify.came_short(text) is not None
@@ -346,14 +313,14 @@ class Reader:
         for error in errors:
             self._raised(Sighting(Sign.RAISED, place, teller, error=error, ranks=block.ranks))
         for _ in range(block.stray if errors else 0):
-            self._count_line(speaker.name)
+            self._seen.count_line(speaker.name)
 
     def _raised(self, sighting: Sighting) -> None:
         error, speaker = sighting.error, sighting.speaker
-        of_launcher = schedulers.of_launcher(error, speaker.rank)
+        of_launcher = launchers.of_launcher(error, speaker.rank)
         words = f"{error.type.rpartition('.')[2]}: {error.message}"
-        told = schedulers.told_by(words, of_launcher=of_launcher)
-        by_service = told is not None and getattr(told[1], "by", "") == schedulers.SERVICE
+        told = read_line.told_by(words, of_launcher=of_launcher)
+        by_service = told is not None and getattr(told[1], "by", "") == known_line.SERVICE
         if of_launcher or by_service or error.type == "Exception":
             self._failed = True
             if told is not None:
@@ -362,20 +329,17 @@ class Reader:
                 return
         number = self._see(sighting)
         if number is not None:
-            if speaker.known and self._watched.get(speaker.name, (b"", [], 0))[2] > PERHAPS:
-                # A process that raises another error has handled the one before.
-                self._count_line(speaker.name, WENT_ON)
-            self._watch(speaker.name, speaker.mark, number)
+            self._seen.watch_process(speaker, number)
             if error.type in ("ImportError", "ModuleNotFoundError"):
-                self._watch(_LONG + speaker.name, speaker.mark, number)
+                self._seen.watch_import(speaker, number)
 
     def _crashed(self, speaker: Speaker, place: Place, block: Crash, error: Raised | None) -> None:
         if error is not None:
             # A terminal may have broken it within a word.
-            if (told := schedulers.told_by(error.message.replace("\n", ""))) is not None:
+            if (told := read_line.told_by(error.message.replace("\n", ""))) is not None:
                 self._told(place, speaker, error.message, told)
                 return
-            speaker = schedulers.speaking(error.message, speaker)
+            speaker = torch.speaking(error.message, speaker)
         self._see(
             Sighting(
                 Sign.CRASHED,
@@ -387,34 +351,26 @@ class Reader:
             )
         )
 
-    def _told(self, place: Place, speaker: Speaker, text: str, told: schedulers.Told) -> None:
+    def _told(self, place: Place, speaker: Speaker, text: str, told: read_line.Told) -> None:
         sign, facts, ranks = told
         end = facts if isinstance(facts, End) else NOT_ENDED
-        if sign is Sign.ENDED and end.by != schedulers.ARGPARSE:  # which is the program itself
+        if sign is Sign.ENDED and end.by != known_line.ARGPARSE:  # which is the program itself
             self._keep_last_words()
         collective = facts if isinstance(facts, Collective) else None
         if collective is not None and speaker.rank < 0:
             speaker = of_rank(ranks[0]) if ranks else self._broken
             self._broken = NOBODY
-        new = len(self._seen)
+        new = len(self._seen.every)
         seen = self._see(
             Sighting(
                 sign, place, speaker, text[:WORDS], end=end, collective=collective, ranks=ranks
             )
         )
         # These may speak of a process that is none of the job's, or is started again.
-        of_others = end.by in ("the shell", "SGLang", schedulers.SERVICE)
+        of_others = end.by in ("the shell", "SGLang", known_line.SERVICE)
         watched = of_others or (sign is Sign.NOT_STARTED and seen == new)
         if seen is not None and watched and not end.pid:
-            self._watch(_SHELL, "", seen)
-            if refused_starts.by_mpirun(text):
-                self._add(_SHELL, -PARAGRAPH)
-
-    def _told_folder(self, folder: str) -> None:
-        """Note the run folder that stands at the end of a report of ours."""
-        for index, sighting in enumerate(self._seen):
-            if sighting.sign is Sign.REPORTED and not sighting.lines:
-                self._seen[index] = msgspec.structs.replace(sighting, lines=(folder,))
+            self._seen.watch_shell(seen, PARAGRAPH if refused_starts.by_mpirun(text) else 0)
 
     def _note(
         self, sign: Sign, number: int, speaker: Speaker, text: str, lines: tuple[str, ...] = ()
@@ -423,32 +379,12 @@ class Reader:
         return self._see(Sighting(sign, place, speaker, text[:WORDS], lines=lines))
 
     def _see(self, sighting: Sighting) -> int | None:
-        """Keep a sighting, once for all that are the same but for their numbers; its index, None
-        when there is no room for it.
-        """
-        error, end = sighting.error, sighting.end
-        self._ranks.update(sighting.ranks, (sighting.speaker.rank, end.rank))
-        words = _NUMBERS.sub("0", (error.message if sighting.has_error else sighting.text)[:200])
-        kind = (error.type, error.frames[-1:])
-        ended = (end.rank, end.pid, end.signal, end.code, end.local_rank)
-        key = (sighting.sign, sighting.speaker.name, kind, words, ended, sighting.ranks)
-        number = self._same.get(key)
-        if number is not None:
-            known = self._seen[number]
-            # What was handled before may leave the program now: the last one counts.
-            place = sighting.place if known.went_on else known.place
-            # The job goes on without a program that was not started.
-            went_on = known.went_on and known.sign is Sign.NOT_STARTED
-            again = {"sign": sighting.sign, "place": place, "went_on": went_on}
-            self._seen[number] = msgspec.structs.replace(known, **again)
-            return number
-        if len(self._seen) >= MOST_SIGHTINGS:
-            return None
-        if self._before_of != len(self._restarts):
+        known = len(self._seen.every)
+        self._ranks.update(sighting.ranks, (sighting.speaker.rank, sighting.end.rank))
+        number = self._seen.see(sighting)
+        if len(self._seen.every) > known and self._before_of != len(self._restarts):
             self._before, self._before_of = tuple(self._nameless), len(self._restarts)
-        self._same[key] = len(self._seen)
-        self._seen.append(sighting)
-        return len(self._seen) - 1
+        return number
 
     def _keep_last_words(self) -> None:
         if self._words_of != len(self._restarts):
@@ -488,52 +424,6 @@ class Reader:
         group = self._groups[sighting.speaker.rank]
         collective = msgspec.structs.replace(sighting.collective, group=group)
         return msgspec.structs.replace(sighting, collective=collective)
-
-    # --- whether a process went on after an error
-
-    def _watch(self, name: str, mark: str, seen: int) -> None:
-        """Count the lines of a process from here on: its errors so far may be handled."""
-        which = self._watched[name][1] if name in self._watched else []
-        which = which if seen in which else [*which, seen]
-        self._watched[name] = (mark.encode(), which, 0)
-
-    def _pass(self) -> None:
-        """Count lines that were not read."""
-        passed = self._sifter.passed
-        for body in passed if self._warned else ():
-            if NCCL_INFO.encode() in body:
-                self._get_over(body.decode(errors="replace"))
-        for name, (mark, _, _) in list(self._watched.items()) if passed else ():
-            self._add(name, sum(mark in body and NCCL_INFO.encode() not in body for body in passed))
-
-    def _get_over(self, text: str) -> None:
-        """Take NCCL's warnings back where all threads that had them were connected after that:
-        they went without a plugin, or by another network.
-        """
-        if not self._warned or (found := nccl.STARTED.search(text)) is None:
-            return
-        for number, threads in list(self._warned.items()):
-            threads.discard(found["thread"])
-            if not threads:
-                del self._warned[number]
-                seen = self._seen[number]
-                self._seen[number] = msgspec.structs.replace(seen, sign=Sign.SPOKEN, went_on=True)
-
-    def _count_line(self, name: str, count: int = 1) -> None:
-        for one in (name, _SPOKEN + name, _LONG + name, _SHELL):
-            self._add(one, count)
-
-    def _add(self, name: str, count: int) -> None:
-        mark, which, since = self._watched.get(name, (b"", [], 0))
-        long = name.startswith(_LONG)
-        if since + count <= (LONG_AFTER if long else WENT_ON) and which:
-            self._watched[name] = (mark, which, since + count)
-            return
-        self._watched.pop(name, None)
-        for number in which:
-            times = self._seen[number].did_without + long
-            went_on = {"went_on": True, "did_without": times}
-            self._seen[number] = msgspec.structs.replace(self._seen[number], **went_on)
 
 
 _BLOCKS: tuple[type[Crash | Summary | MpiExit | Stall], ...] = (Crash, Summary, MpiExit, Stall)

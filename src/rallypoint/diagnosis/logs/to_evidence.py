@@ -19,17 +19,43 @@ import msgspec
 from rallypoint.diagnosis import classify, confidence, rank_kinds, root_cause, stacks
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.classify import Meaning
-from rallypoint.diagnosis.error_patterns import python, refused_starts, schedulers
+from rallypoint.diagnosis.error_patterns import (
+    known_line,
+    launchers,
+    python,
+    refused_starts,
+    shells,
+)
 from rallypoint.diagnosis.evidence import (
     Ended,
-    Frame,
     JobEvidence,
     MemoryEvidence,
     NodeEvidence,
     Raised,
     RankEvidence,
 )
-from rallypoint.diagnosis.log_events import Findings, Place, Sighting, Sign, Speaker
+from rallypoint.diagnosis.log_events import Findings, Sighting, Sign, Speaker
+from rallypoint.diagnosis.logs import same_errors
+from rallypoint.diagnosis.logs.ends import (
+    OF_PROCESSES,
+    ended_by_stop,
+    failed_ends,
+    is_explained,
+    without_the_command,
+)
+from rallypoint.diagnosis.logs.sighting_facts import (
+    as_spoken,
+    is_dump,
+    is_final,
+    is_of_agent,
+    is_own,
+    is_stronger,
+    line_of,
+    named_as_torch_does,
+    rank_of,
+    ranks_of,
+    victim,
+)
 from rallypoint.diagnosis.report import Report
 from rallypoint.world import ranks_phrase
 
@@ -38,42 +64,17 @@ SOON = 10
 start".
 """
 
-AFTER_STOP = 5
-"""Lines of others that may stand between a stop and what it ends, beside the launcher's line for
-each process. A later run in the same log writes more.
-"""
-
-# Ranks that a message names as its own.
-_NAMED_RANKS = (
-    re.compile(r"rank (\d+) and rank (\d+) both on"),
-    re.compile(r"\(PID:\d+, Device:\d+, RankID:(\d+)\)"),  # torch_npu
-    re.compile(r"did not receive grad for rank (\d+)"),
-)
-_FINAL = ("ssh-unresolved", "scheme-unknown", "models-differ", "host-unresolved")
-"""Causes that no program handles: lines after them are somebody else's."""
-
-_OF_ONE_CAUSE = (
-    "kernel-failed", "port-in-use", "device-shared", "cuda-forked", "group-missing", "group-twice",
-    "parameters-unused", "device-missing", "calls-differ", "main-unguarded", "gpu-memory",
-    "shared-memory", "host-memory", "disk-full",
-)  # fmt: skip
-"""Causes that make errors one, though their words and places differ."""
-
 _KILLERS = (
-    "Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS", schedulers.SERVICE,
+    "Ray", "slurmstepd", "srun", "the kubelet", "LSF", "PBS", known_line.SERVICE,
 )  # fmt: skip
 """Those that end processes for lack of memory, beside the kernel."""
+
 _OF_STARTED = {
     Sign.KILLED_FOR_MEMORY, Sign.INTERRUPTED, Sign.CRASHED, Sign.WATCHDOG, Sign.NCCL, Sign.STALLED,
 }  # fmt: skip
 """What only a job has that was started."""
-_OF_PROCESSES = {
-    Sign.CRASHED, Sign.KILLED_FOR_MEMORY, Sign.WATCHDOG, Sign.NCCL, Sign.LOST, Sign.STALLED, Sign.SAME_RANK,
-}  # fmt: skip
-"""What tells of a process of the job, and not of its command."""
+
 _LOCAL_RANK = re.compile(r"--local[_-]rank")
-_VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
-"""The process that the kernel has killed, its pid and its name."""
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 _THREAD_LEFT = "the process exited while a C++ thread still ran; no line with its prefix says why"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
@@ -127,30 +128,27 @@ class _Log:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self._seen = findings.sightings
-        self._after_stop: set[Place] = set()
-        """The lines that stand soon after a stop of the job."""
-        by_stop = self._ended_by_stop()
-        self._ends = _without_the_command(_ends(findings, by_stop), findings)
+        by_stop, self._after_stop = ended_by_stop(findings)
+        self._ends = without_the_command(failed_ends(findings, by_stop), findings)
         if self._ends:
-            self._seen = tuple(s for s in self._seen if not _is_of_agent(s.error))
+            self._seen = tuple(s for s in self._seen if not is_of_agent(s.error))
         self._errors = [
             s
             for s in self._seen
             if s.has_error and not classify.is_stop(s.error) and s not in by_stop
         ]
-        self._own = [s for s in self._errors if not _is_dump(s) and _is_own(s.error)]
-        self._sure = [s for s in self._own if not s.went_on or _is_final(s)]
+        self._own = [s for s in self._errors if not is_dump(s) and is_own(s.error)]
+        self._sure = [s for s in self._own if not s.went_on or is_final(s)]
         remarks = self._remarks()
-        self._seen = tuple(_as_spoken(s) if s in remarks else s for s in self._seen)
+        self._seen = as_spoken(remarks, self._seen)
         self.findings = msgspec.structs.replace(
-            findings,
-            sightings=tuple(_as_spoken(s) if s in remarks else s for s in findings.sightings),
+            findings, sightings=as_spoken(remarks, findings.sightings)
         )
         self._errors = [s for s in self._errors if s not in remarks]
         self._sure = [s for s in self._sure if s not in remarks]
         self._handled = [s for s in self._own if s not in (*self._sure, *remarks)]
         # ranks that an error of their own ended, of whatever cause
-        self._spoke = {_rank(s) for s in self._errors if not s.went_on}
+        self._spoke = {rank_of(s) for s in self._errors if not s.went_on}
         others = (Sign.NOT_STARTED, Sign.KILLED_FOR_MEMORY)
         told = any(s.sign in others and not s.went_on for s in self._seen)
         by_python = any(s.end.code == 1 for s in self._unexplained())  # its code for exceptions
@@ -161,57 +159,25 @@ class _Log:
             self._sure, self._handled = handled[-1:], []
         self.program = _program(self._sure or self._errors)
         workers = filter(None, (classify.loader_killed(s.error) for s in self._errors))
-        victims = {_victim(s)[0] for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY}
+        victims = {victim(s)[0] for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY}
         self.workers_killed = victims.intersection(pid for pid, _ in workers)
         """DataLoader's workers that the kernel names among those that it killed for memory."""
-
-    def _ended_by_stop(self) -> list[Sighting]:
-        """List ends by SIGKILL soon after the job was stopped, which whoever stops a job sends to
-        what has not ended yet. Where no failure stands before the stop, only those in the next
-        lines: others may be of a later step. Also a DataLoader's words that its worker ended, by no
-        signal or by SIGTERM: that goes to all processes of a job. What follows one of these soon is
-        of the same stop.
-        """
-        stops = {s.place.log for s in self._seen if s.sign is Sign.INTERRUPTED}
-        found: list[Sighting] = []
-        until: dict[str, int] = {}
-        failed = stopped = False
-        next_line = 0
-        for s in sorted(self._seen, key=_line):
-            at = s.place
-            soon = at.line <= until.get(at.log, -1)
-            of_its_own = s.has_error and not classify.is_stop(s.error) and not s.went_on
-            ended = s.sign is not Sign.INTERRUPTED and self._findings.has_failed(s)
-            failed = failed or (not soon and (ended or of_its_own))
-            if soon or s.sign is Sign.INTERRUPTED:
-                last = max(at.line, at.last) + AFTER_STOP + len(self._findings.stopped)
-                until[at.log] = max(last, until.get(at.log, 0))
-                self._after_stop.add(at)
-                stopped = stopped or (
-                    s.sign is Sign.INTERRUPTED and not schedulers.is_for_a_task(s.text)
-                )
-            of_stop = failed or (stopped and at.line <= next_line)
-            next_line = max(at.line, at.last) + 1
-            killed = soon and of_stop and s.sign is Sign.ENDED and s.end.signal == SIGKILL
-            if killed or ((soon or stops - {at.log}) and _is_worker_stopped(s.error)):
-                found.append(s)
-        return found
 
     # --- exceptions
 
     def raised(self) -> Iterable[RankEvidence]:
         """Make evidence of exceptions: the processes' own first, then those that speak of others."""
         groups: dict[Hashable, list[Sighting]] = {}
-        for sighting in sorted(self._sure, key=_line):
-            groups.setdefault(_same(sighting.error), []).append(sighting)
-        merged = _absorbed(list(groups.values()))
+        for sighting in sorted(self._sure, key=line_of):
+            groups.setdefault(same_errors.key(sighting.error), []).append(sighting)
+        merged = same_errors.absorbed(list(groups.values()))
         for group in merged:
             yield from self._of_group(group, merged)
         handled = [s for s in self._handled if s.did_without != 1] or self._handled
         for sighting in handled[-1:]:
             yield from self._of_one(sighting, went_on=True)
         for sighting in self._errors:
-            if sighting not in self._own and not _is_dump(sighting):
+            if sighting not in self._own and not is_dump(sighting):
                 yield from self._of_one(sighting, went_on=sighting.went_on)
         well = all(s.went_on or s.sign is Sign.NCCL for s in self._seen)
         for sighting in self._seen:
@@ -226,7 +192,7 @@ class _Log:
         cause, where the log has a stronger word of what ended a rank after that.
         """
         # A rank that exited with 1 may have written the line.
-        stronger = [s for s in self._seen if _is_stronger(s) and not s.went_on]
+        stronger = [s for s in self._seen if is_stronger(s) and not s.went_on]
         stronger = [] if any(s.end.code == 1 for s in self._ends) else stronger
         alone = [
             s
@@ -257,7 +223,7 @@ class _Log:
         if best is not first and classify.fits("kernel-failed", error):
             traceback = f"{error.traceback}\n{first.error.message}"
             error = msgspec.structs.replace(error, traceback=traceback)
-        numbers = sorted({rank for s in group for rank in _numbers(s)} - {-1})
+        numbers = sorted({rank for s in group for rank in ranks_of(s)} - {-1})
         doubt = self._doubt_of(group)
         if not numbers:
             numbers, why = self._attributed(groups)
@@ -270,7 +236,7 @@ class _Log:
 
     def _doubt_of(self, group: Sequence[Sighting]) -> str:
         first = group[0]
-        if _is_final(first):
+        if is_final(first):
             at = first.place
             spoken = (
                 s.place for s in self._seen if s.sign is Sign.SPOKEN and s.place.log == at.log
@@ -292,14 +258,14 @@ class _Log:
         end in any order. Also return what speaks against it.
         """
         # members of one exception group have its place
-        if len({one[0].place for one in groups if all(_rank(s) < 0 for s in one)}) != 1:
+        if len({one[0].place for one in groups if all(rank_of(s) < 0 for s in one)}) != 1:
             return [], self._unprefixed()
         ends = [s for s in self._ends if s.end.code and s.end.rank not in self._spoke]
         # Of a list of tasks the others may have lost the one that raised it.
         lists = Counter(s.place for s in ends if s.end.by == "srun")
         failed = [s.end for s in ends if lists[s.place] < 2]
         doubt = ""
-        if len(failed) > 1 and any(_rank(s) < 0 and s not in self._own for s in self._errors):
+        if len(failed) > 1 and any(rank_of(s) < 0 and s not in self._own for s in self._errors):
             failed = [end for end in failed if end.first] or failed
             doubt = "its traceback has no prefix of a rank, and more than one rank failed"
         numbers = sorted({end.rank for end in failed} - {-1})
@@ -328,8 +294,8 @@ class _Log:
     ) -> Iterable[RankEvidence]:
         if went_on:
             doubt = f"{_MORE_TIME_PASSED}, so it may have been handled"
-        error = _named_as_torch_does(sighting.error)
-        for number in numbers or _numbers(sighting):
+        error = named_as_torch_does(sighting.error)
+        for number in numbers or ranks_of(sighting):
             yield self._rank(sighting, number, raised=error, doubt=doubt, went_on=went_on)
 
     # --- ends
@@ -340,7 +306,7 @@ class _Log:
         """
         lost = [s for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)]
         by_signal = [s for s in self._ends if s.end.signal]
-        by_signal = [s for s in by_signal if not _is_explained(s, (*self._errors, *lost))]
+        by_signal = [s for s in by_signal if not is_explained(s, (*self._errors, *lost))]
         sure = [s for s in by_signal if not s.went_on]
         if not any(s.sign is Sign.KILLED_FOR_MEMORY for s in self._seen):
             yield from self._of_ends([s for s in sure if s.end.signal not in CRASHES])
@@ -358,8 +324,8 @@ class _Log:
         """Make evidence of those that ended by the same signal as the first, once each."""
         told: set[int] = set()
         for s in ends:
-            if s.end.signal == ends[0].end.signal and _rank(s) not in told:
-                told.add(_rank(s))
+            if s.end.signal == ends[0].end.signal and rank_of(s) not in told:
+                told.add(rank_of(s))
                 yield self._of_end(s)
 
     def killed_for_memory(self) -> Iterable[RankEvidence]:
@@ -367,19 +333,19 @@ class _Log:
         or Ray.
         """
         words = [s for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY]
-        words = [s for s in words if _victim(s)[0] not in self.workers_killed]
+        words = [s for s in words if victim(s)[0] not in self.workers_killed]
         known = {s.end.pid for s in self._ends} - {0}
-        words.sort(key=lambda s: _victim(s)[0] not in known)  # that names a rank stands first
+        words.sort(key=lambda s: victim(s)[0] not in known)  # that names a rank stands first
         if not words:
             return
         killed = [s for s in self._ends if s.end.signal == SIGKILL]
-        numbers = sorted({rank for s in (*words, *killed) for rank in _numbers(s)} - {-1})
+        numbers = sorted({rank for s in (*words, *killed) for rank in ranks_of(s)} - {-1})
         by = {s.end.by for s in words}
         name = next((one for one in _KILLERS if one in by), "the kernel")
         told = tuple(s.text for s in words if s.text)
         ended, first = Ended(signal=int(SIGKILL)), words[0]
         doubt = _GOES_ON if first.went_on else ""
-        victims = dict(filter(all, map(_victim, words)))
+        victims = dict(filter(all, map(victim, words)))
         if not first.speaker.known and (killed or victims):
             of = self._name(killed[0]) if killed else next(iter(victims.values()))
             first = msgspec.structs.replace(first, speaker=Speaker(name=of))
@@ -396,19 +362,19 @@ class _Log:
         """Make evidence of what native code left: faulthandler's dumps, uncaught exceptions of
         C++.
         """
-        lost = {_rank(s) for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)}
+        lost = {rank_of(s) for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)}
         named = (self._spoke | lost) - {-1}
         aborted = [s.end for s in self._ends if s.end.signal == SIGABRT and s.end.rank not in named]
-        nameless = [s for s in self._seen if _is_dump(s) and s.has_error and _rank(s) < 0]
-        for sighting in filter(_is_dump, self._seen):
-            without = schedulers.NO_EXCEPTION in sighting.text
+        nameless = [s for s in self._seen if is_dump(s) and s.has_error and rank_of(s) < 0]
+        for sighting in filter(is_dump, self._seen):
+            without = python.NO_EXCEPTION in sighting.text
             if without and (self._sure or ((self._errors or lost) and not aborted)):
                 continue  # it is how the process of one of these left
             told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
             number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
             if [sighting] == nameless and len(aborted) == 1:
                 sighting = msgspec.structs.replace(sighting, end=aborted[0])
-            for rank in _numbers(sighting):
+            for rank in ranks_of(sighting):
                 yield self._rank(
                     sighting,
                     rank,
@@ -434,7 +400,7 @@ class _Log:
             doubt = f"line {before[0].place.line}, before it, tells of a rank in trouble"
         return self._rank(
             sighting,
-            _rank(sighting),
+            rank_of(sighting),
             ended=Ended(end.code, end.signal, status=end.status),
             left_saying=self._of_argparse() if end.code == 2 else "",
             told_by=told_by,
@@ -443,19 +409,19 @@ class _Log:
         )
 
     def _of_processes_before(self, ended: Sighting) -> list[Sighting]:
-        told = [s for s in self._seen if s.sign in _OF_PROCESSES or s in self._errors]
+        told = [s for s in self._seen if s.sign in OF_PROCESSES or s in self._errors]
         return [s for s in told if s.stands_before(ended)]
 
     def _of_argparse(self) -> str:
         """Return what argparse said in the log, "" for nothing."""
-        said = (one.text for one in self._seen if one.end.by == schedulers.ARGPARSE)
+        said = (one.text for one in self._seen if one.end.by == known_line.ARGPARSE)
         return next(said, "").partition(": error: ")[2]
 
     def _exited(self) -> Iterable[RankEvidence]:
         """Make evidence of the first that exited with a code that nothing explains."""
         exits = self._unexplained()
         # argparse and a launcher tell of the same end: the launcher's line counts.
-        exits = [s for s in exits if s.end.by != schedulers.ARGPARSE] or exits[:1]
+        exits = [s for s in exits if s.end.by != known_line.ARGPARSE] or exits[:1]
         if exits:
             first = next((s for s in exits if s.end.first), exits[0])
             together = [s for s in exits if s.place == first.place]
@@ -473,17 +439,17 @@ class _Log:
         """The ends with a code that is not 0 for which the log has no error that could be
         theirs.
         """
-        spoke = {_rank(s) for s in self._seen if s.has_error and not s.went_on}
+        spoke = {rank_of(s) for s in self._seen if s.has_error and not s.went_on}
         coded = [s for s in self._ends if s.end.code and not s.end.signal]
         if -1 in spoke:
             return []
-        return [s for s in coded if _rank(s) not in spoke and not (_rank(s) < 0 and spoke)]
+        return [s for s in coded if rank_of(s) not in spoke and not (rank_of(s) < 0 and spoke)]
 
     def not_started(self) -> Iterable[RankEvidence]:
         """Make evidence of the program that could not be started."""
         found = [s for s in self._seen if s.sign is Sign.NOT_STARTED and not s.went_on]
         if found and not self._sure and not self._has_run(found[0]):
-            self.program, number = schedulers.not_started(found[0].text)
+            self.program, number = shells.not_started(found[0].text)
             yield self._rank(found[0], -1, not_executed=number, said=(found[0].text,))
 
     def _has_run(self, refusal: Sighting) -> bool:
@@ -492,10 +458,10 @@ class _Log:
         """
         text, ends = refusal.text, self._ends
         refused = refused_starts.read(text) is not None
-        by_launcher = schedulers.starts_ranks(text) or refused_starts.by_launcher(text)
+        by_launcher = shells.starts_ranks(text) or refused_starts.by_launcher(text)
         if by_launcher:
             ends = [s for s in ends if s.end.by != "the shell" or s.end.pid]
-        if not (refused or schedulers.by_shell(text)):
+        if not (refused or shells.by_shell(text)):
             return False  # the words of what starts the ranks
         if not refused and any(s.end.code in (126, 127) for s in ends):
             return False  # as a shell ends then
@@ -505,7 +471,7 @@ class _Log:
         signs = _OF_STARTED - ({Sign.INTERRUPTED} if by_launcher else set())
         coded = any(s.end.code == 1 or (refused and s.end.code) for s in ends)
         by = {s.end.by for s in ends}
-        ran = (ends and not coded) or (by & schedulers.OF_RANKS and Meaning.WAITED not in meant)
+        ran = (ends and not coded) or (by & launchers.OF_RANKS and Meaning.WAITED not in meant)
         return bool(ran) or any(s.sign in signs and not s.went_on for s in self._seen)
 
     # --- those that speak of others
@@ -518,11 +484,11 @@ class _Log:
         if not told and (unreached := self._findings.only_unreached()):
             told = unreached[-1:]
         for s in told:
-            yield self._rank(s, _rank(s), collective=s.collective, said=(s.text,))
+            yield self._rank(s, rank_of(s), collective=s.collective, said=(s.text,))
 
     def stopped(self) -> Iterable[RankEvidence]:
         """Make evidence of ranks that the launcher stopped, and that said nothing of a peer."""
-        spoke = {_rank(s) for s in self._seen if s.has_error} | {s.end.rank for s in self._ends}
+        spoke = {rank_of(s) for s in self._seen if s.has_error} | {s.end.rank for s in self._ends}
         for sighting in self._seen:
             if sighting.sign is not Sign.ENDED or sighting.end.signal not in (SIGKILL, SIGTERM):
                 continue
@@ -552,199 +518,6 @@ class _Log:
         if sighting.end.local_rank >= 0:
             return f"local rank {sighting.end.local_rank}"
         return "a rank" if self._findings.ranks else "the program"
-
-
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
-
-
-def _line(sighting: Sighting) -> int:
-    return sighting.place.line
-
-
-def _rank(sighting: Sighting) -> int:
-    return sighting.speaker.rank if sighting.speaker.rank >= 0 else sighting.end.rank
-
-
-def _numbers(sighting: Sighting) -> list[int]:
-    """List the ranks that a sighting is about, [-1] when the log does not tell."""
-    numbers = {_rank(sighting), *sighting.ranks}
-    shared, *own = (pattern.findall(sighting.error.message) for pattern in _NAMED_RANKS)
-    # NCCL names the rank that speaks first. Where that is another, it counts in a smaller group.
-    unnamed = _rank(sighting) < 0
-    pairs = (pair for pair in shared if unnamed or str(_rank(sighting)) in pair)
-    numbers.update(int(number) for pair in pairs for number in pair)
-    if unnamed:
-        numbers.update(int(number) for found in own for number in found)
-    return sorted(numbers - {-1}) or [-1]
-
-
-def _victim(sighting: Sighting) -> tuple[int, str]:
-    """Return the pid of the process that the kernel killed for memory, and what names it; 0 and ""
-    when the words name none.
-    """
-    found = _VICTIM.search(sighting.text)
-    return (int(found[1]), found[0]) if found is not None else (0, "")
-
-
-def _is_worker_stopped(error: Raised) -> bool:
-    worker = classify.loader_killed(error)
-    return worker[1] == SIGTERM if worker else bool(classify.loader_gone(error.message))
-
-
-def _is_dump(sighting: Sighting) -> bool:
-    """Tell whether native code crashed there, in words that say nothing of why."""
-    return sighting.sign is Sign.CRASHED and not classify.says_why(sighting.error)
-
-
-def _is_own(error: Raised) -> bool:
-    """Tell whether an error is the process's own, and speaks of no other rank. A DataLoader's
-    worker that breaks off was ended by something.
-    """
-    through_loader = any(_LOADER.search(frame.file) for frame in error.frames)
-    if classify.fits("producer-gone", error) and not through_loader:
-        return True
-    return classify.meaning(error) is Meaning.OWN and not classify.nccl_gave_up(error)
-
-
-def _is_of_agent(error: Raised) -> bool:
-    """Tell whether torchrun's agent waited in vain for the other nodes, after its own ranks had
-    ended.
-    """
-    return any(frame.function == "_exit_barrier" for frame in error.frames)
-
-
-def _as_spoken(remark: Sighting) -> Sighting:
-    """Return an error in a line alone as a line that speaks of a failure."""
-    words = f"{remark.error.type}: {remark.error.message}".partition("\n")[0]
-    return Sighting(Sign.SPOKEN, remark.place, remark.speaker, words, went_on=remark.went_on)
-
-
-def _is_stronger(sighting: Sighting) -> bool:
-    """Tell whether it is a stronger word of a rank's end than an error in a line alone."""
-    end, text = sighting.end, sighting.text
-    ended = (end.first and end.signal) or end.by == schedulers.ARGPARSE
-    refused = sighting.sign is Sign.NOT_STARTED and refused_starts.by_launcher(text)
-    of_memory = sighting.sign is Sign.KILLED_FOR_MEMORY
-    return bool(ended) or refused or of_memory or (_is_dump(sighting) and sighting.has_error)
-
-
-def _is_final(sighting: Sighting) -> bool:
-    return classify.cause_of(sighting.error) in _FINAL
-
-
-def _ends(findings: Findings, by_stop: Sequence[Sighting]) -> list[Sighting]:
-    """Join the ends of processes, once each: torchrun tells one in a line and again in its table,
-    and srun those of several ranks in one line.
-
-    Those that the launcher stopped did not fail.
-    """
-    by_pid: dict[Hashable, Sighting] = {}
-    for sighting in findings.sightings:
-        end = sighting.end
-        if sighting.sign is not Sign.ENDED or sighting in by_stop:
-            continue
-        if not findings.has_failed(sighting):
-            continue
-        if len(sighting.ranks) > 1:
-            for rank in sighting.ranks:
-                one = msgspec.structs.replace(end, rank=rank)
-                one_of = msgspec.structs.replace(sighting, end=one, ranks=())
-                by_pid[sighting.place, rank] = one_of
-            continue
-        key: Hashable = end.pid or (sighting.place, end.rank)
-        if (known := by_pid.get(key)) is not None:
-            rank, host = max(known.end.rank, end.rank), known.end.host or end.host
-            first = known.end.first or end.first
-            merged = msgspec.structs.replace(known.end, rank=rank, host=host, first=first)
-            sighting = msgspec.structs.replace(known, end=merged)
-        by_pid[key] = sighting
-    return list(by_pid.values())
-
-
-def _without_the_command(ends: list[Sighting], findings: Findings) -> list[Sighting]:
-    """Leave out how the whole command ended, by the word of the service or the shell that ran it,
-    where the log says before that how a process of it failed.
-    """
-    of_shell = [s for s in ends if s.end.by == "the shell" and not s.end.pid]
-    of_service = [s for s in ends if s.end.by == schedulers.SERVICE and s.end.code]
-    of_service = [s for s in of_service if s.end.rank < 0]
-    sure = [s for s in ends if not s.went_on and s.end.by != schedulers.ARGPARSE]
-    inner = [s for s in sure if s not in of_shell]
-    others = [s for s in sure if s not in of_service]
-    told = [s for s in findings.sightings if s.sign in _OF_PROCESSES and not s.went_on]
-    told += findings.only_unreached()
-    return [
-        s
-        for s in ends
-        if not (s in of_shell and any(one.stands_before(s) for one in inner))
-        and not (s in of_service and any(one.stands_before(s) for one in (*others, *told)))
-    ]
-
-
-def _is_explained(ended: Sighting, said: Iterable[Sighting]) -> bool:
-    """Tell whether a process that aborted says why: torch aborts after a timeout, and after an
-    uncaught error.
-    """
-    rank = ended.end.rank
-    if ended.end.by == "the C library":  # it names the reason
-        return False
-    return ended.end.signal == SIGABRT and any(rank < 0 or _rank(s) in (rank, -1) for s in said)
-
-
-def _same(error: Raised) -> Hashable:
-    """Return a key that errors of one cause share."""
-    cause = classify.cause_of(error)
-    if cause in _OF_ONE_CAUSE:
-        return cause
-    frame = stacks.own_frame(error.frames)
-    place = (frame.file, frame.line) if frame is not None else error.message[:80]
-    return (error.type, place)
-
-
-def _is_spawning(frame: Frame) -> bool:
-    return re.search(r"multiprocessing[/\\]spawn\.py$", frame.file) is not None
-
-
-def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
-    """Drop groups that only repeat another.
-
-    These are the line that a logger wrote of an exception which has its traceback, too, the news
-    that a DataLoader's worker has ended which is known to have been killed, or to have met a full
-    /dev/shm, and the end of the input of a child for which its parent could not pickle something.
-    """
-    errors = [s.error for group in groups for s in group]
-    messages = {error.message.partition("\n")[0] for error in errors if error.frames}
-    killed = {worker[0] for worker in map(classify.loader_killed, errors) if worker is not None}
-
-    full = any(classify.says("shared-memory", error.message) for error in errors)
-    unpickled = any(python.NOT_PICKLED.search(error.message) for error in errors)
-
-    def repeats(error: Raised) -> bool:
-        gone = classify.loader_gone(error.message)
-        if killed.intersection(gone) or (full and gone):
-            return classify.loader_killed(error) is None
-        if unpickled and error.type == "EOFError" and any(map(_is_spawning, error.frames)):
-            return True
-        return not error.frames and error.message.partition("\n")[0] in messages
-
-    return [group for group in groups if not all(repeats(s.error) for s in group)] or groups
-
-
-def _named_as_torch_does(error: Raised) -> Raised:
-    """A program that reads a launcher's variable itself gets a KeyError where init_process_group
-    has a sentence.
-    """
-    variable = error.message.strip("'\"")
-    reads = any(
-        "environ" in frame.source
-        or (frame.file.endswith("/os.py") and frame.function == "__getitem__")
-        for frame in error.frames
-    )
-    if error.type != "KeyError" or variable not in _VARIABLES or not reads:
-        return error
-    words = f"environment variable {variable} expected, but not set"
-    return msgspec.structs.replace(error, message=words)
 
 
 def _program(errors: Sequence[Sighting]) -> str:

@@ -1,107 +1,68 @@
-"""Blocks of lines that tell one thing together: tracebacks with their chains and long messages,
-dumps of crashes, the launcher's own summary.
-
-Each takes one line after the other and says whether it belongs to it. Ranks that share a terminal
-write into each other's tracebacks: what is no part of one is left to the others, and two headers
-wait for two last lines.
-"""
+"""Tracebacks in a log, with their chains, groups and long messages; messages without one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from datetime import datetime
-from math import nan
-from signal import SIGTERM
 
 import msgspec
 
 from rallypoint.diagnosis import classify, stacks
-from rallypoint.diagnosis.error_patterns import schedulers
+from rallypoint.diagnosis.error_patterns import launchers, mpi_words, read_line
 from rallypoint.diagnosis.evidence import Frame, Raised
-from rallypoint.diagnosis.log_events import (
-    Collective,
-    End,
-    Place,
-    Sighting,
-    Sign,
-    Speaker,
-    of_rank,
+from rallypoint.diagnosis.logs.block import (
+    ANOTHERS,
+    FRAME,
+    HEADER,
+    KEPT,
+    MESSAGE_LINES,
+    STRAY,
+    Block,
+    goes_on,
+    native,
 )
 from rallypoint.diagnosis.raised import joined
 
-HEADER = "Traceback (most recent call last):"
 # lines after an exception's last line in which its message, or the next of a chain, may still come
 TAIL = 16
-STRAY = 40  # lines of others that may stand inside a traceback before it is taken for cut off
-KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
-MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
-WORDS = 400  # characters of one line that are kept
-# Numbers of signals that MPICH gives as an exit code.
-FATAL_SIGNALS = frozenset((4, 6, 7, 8, 9, 11))
-GRACE = 30  # seconds after its SIGTERM until torchrun sends SIGKILL
-
 _DURING = "During handling of the above exception, another exception occurred:"
 _BECAUSE = "The above exception was the direct cause of the following exception:"
-_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in ?(?P<function>\S*))?$')
 _DEEPER = re.compile(r'^( {3,40})File "[^"]*", line \d+')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
+
 _SURE = re.compile(
     r"(?:Error|Exception(?:Group)?|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
 )
-_LONG = re.compile(
-    r"NCCL [Ee]rror|HCCL error|error: Hccl|NPU (?:function )?error[,:]|waiting for$"
-    r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
-)
+
 _RAISING = re.compile(r"raise (?P<type>[A-Z][\w.]*)\([rf]?[\"'](?P<message>[^{]*)")
 _RAY_TASK = re.compile(r"ray\.exceptions\.RayTaskError\(((?!Dist)\w+)\): ")
 _CARETS = re.compile(r"^[\s~^]+$")
-_ANOTHERS = re.compile(
-    r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
-)
+
 NOT_COMPILED = (
     "SyntaxError",
     "IndentationError",
     "TabError",
 )  # which have no header, but their place before them
+
 # What a program catches to go another way: that this failed, too, is the cause. A group that is
 # closed after a failure is no other way.
 _TRIED = ("ImportError", "ModuleNotFoundError")
+
 _CLOSING = re.compile(
     r"Process group cannot be None|Default process group (?:has not been|is not) initialized"
 )
+
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
+
 # torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them
 # raise: "ranks:dict_keys([0, 3])", and below it the traceback of each.
 _GATHERED = re.compile(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
 _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
-_WHAT = re.compile(r"^ *what\(\): *(.*)$")
-# glog's and absl's last words, and TensorFlow's
-_CHECK = re.compile(
-    r"^(?:F\d{4} .{0,60}?|\d{4}-\S+ \S+: F )(?P<place>[\w./-]+:\d+)\] (?P<words>Check failed: .+)$"
-)
-_CHECKS_TRACE = re.compile(r"^\*\*\* Check failure|^ +@ ")
-_DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
-_NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
-
-
-def _goes_on(message: list[str]) -> bool:
-    """Tell whether the next line may belong to a message: what ends with a colon has one more."""
-    most = MESSAGE_LINES if _LONG.search(message[0]) else 1 + message[0].rstrip().endswith(":")
-    return len(message) < most
 
 
 def spawned(text: str) -> int:
     """Read the rank of the traceback that mp.spawn shows below a line; -1 for other lines."""
     found = _SPAWNED.match(text)
     return int(found[1]) if found is not None else -1
-
-
-def native(text: str) -> bool:
-    """Tell whether a line is part of a C++ trace, which says where torch noticed a failure, and
-    never why.
-    """
-    return bool(_NATIVE.match(text))
 
 
 def _path(file: str) -> str:
@@ -113,29 +74,7 @@ def _path(file: str) -> str:
 
 def headless(text: str) -> bool:
     """Tell whether a line is a frame of a traceback whose first lines were not pasted."""
-    return _FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 4
-
-
-class Block:
-    """Lines of one process that tell one thing together."""
-
-    rank = -1  # that the words name, as mp.spawn's do
-    ranks: tuple[int, ...] = ()  # that the words count
-    stray = 0  # lines of others that stand inside
-    ignored = False  # Python says that it is: of `__del__`, or while the interpreter closes down
-
-    def __init__(self, number: int) -> None:
-        self.start = self.last = number
-        self.done = False
-
-    def error(self) -> Raised | None:
-        """Return the exception that the block tells of; None for none."""
-        return None
-
-    def errors(self) -> list[Raised]:
-        """Return the exceptions that the block tells of."""
-        error = self.error()
-        return [error] if error is not None else []
+    return FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 4
 
 
 class Traceback(Block):
@@ -192,10 +131,10 @@ class Traceback(Block):
         return taken
 
     def _inside(self, number: int, body: str) -> bool:
-        if MpiExit.begins(body):  # the launcher raised what it tells
+        if mpi_words.EXIT.search(body):  # the launcher raised what it tells
             self.done = True
             return False
-        frame = _FRAME.match(body) or _FRAME.match(f"  {body}")  # a page may drop the indentation
+        frame = FRAME.match(body) or FRAME.match(f"  {body}")  # a page may drop the indentation
         if frame is not None:
             self._doubtful = None
             new = Frame(_path(frame["file"]), int(frame["line"]), frame["function"] or "")
@@ -234,7 +173,7 @@ class Traceback(Block):
             typed
             and self._frames
             and name[:1].isupper()
-            and not (name.isupper() or schedulers.told_by(body))
+            and not (name.isupper() or read_line.told_by(body))
         ):
             # "Epoch: 3" of another rank looks like one, too; a level ("ERROR") is none, nor is
             # a shell's "Killed".
@@ -296,8 +235,8 @@ class Traceback(Block):
             body.startswith("    ") or (self._tail == 1 and classify.recognised(body))
         )
         room = not self._blank and len(self._message) < MESSAGE_LINES
-        long = room and (below or _goes_on(self._message))
-        if long and not _ANOTHERS.match(body) and schedulers.told_by(body) is None:
+        long = room and (below or goes_on(self._message))
+        if long and not ANOTHERS.match(body) and read_line.told_by(body) is None:
             self._message.append(body)
             self._keep(body)
             return True
@@ -361,7 +300,7 @@ class Traceback(Block):
             self.begun_by = msgspec.structs.replace(error, frames=frames)
         elif self._link == "during":
             closing = _CLOSING.search(error.message)
-            if (chosen.type in _TRIED and not closing) or schedulers.of_launcher(chosen):
+            if (chosen.type in _TRIED and not closing) or launchers.of_launcher(chosen):
                 self.begun_by = error
                 return
             is_open = not closing and classify.meaning(error) is classify.Meaning.OWN
@@ -371,7 +310,7 @@ class Traceback(Block):
                 frames=joined(error.frames, chosen.frames),
             )
         elif self._link == "because" and not classify.says_why(chosen):
-            self.begun_by = chosen if schedulers.of_launcher(error) else error
+            self.begun_by = chosen if launchers.of_launcher(error) else error
 
     def _raised(self) -> Raised:
         frames, filename = self._frames, ""
@@ -417,10 +356,10 @@ class Message(Block):
         """Tell whether the line goes on with the message."""
         more = (
             text.strip()
-            and _goes_on(self._message)
-            and not (HEADER in text or _ANOTHERS.match(text) or _FRAME.match(text))
+            and goes_on(self._message)
+            and not (HEADER in text or ANOTHERS.match(text) or FRAME.match(text))
         )
-        if not more or schedulers.told_by(text) is not None:
+        if not more or read_line.told_by(text) is not None:
             self.done = True
             return False
         self._message.append(text)
@@ -482,262 +421,3 @@ class GroupTraceback(Block):
         shown = (*(one.begun_by for one in self._outer), *members, *alone)
         errors = [one for one in shown if one is not None]
         return [one for one in errors if not classify.is_consequence(one)] or errors
-
-
-class Crash(Block):
-    """A report of native code: faulthandler's dump of the stacks, or the last words of an exception
-    of C++, or of a check that failed.
-    """
-
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(number)
-        self.lines = [text]
-        self._what: list[str] = []
-        self._dump = "Fatal Python error" in text
-        self._check = _CHECK.match(text)
-        if self._check is not None:
-            self._what = [f"{self._check['words']} ({self._check['place']})"]
-        self._blank = 0
-
-    @staticmethod
-    def begins(text: str) -> bool:
-        """Tell whether the line is the first of one."""
-        told = "Fatal Python error: " in text or text.lstrip().startswith("terminate called")
-        return told or ("Check failed: " in text and _CHECK.match(text) is not None)
-
-    def take(self, number: int, text: str) -> bool:
-        """Tell whether the line belongs to it."""
-        self._blank += not text.strip()
-        if self._dump and not text.strip():
-            self.done = self._blank > 3
-            return True
-        what = _WHAT.match(text)
-        if what is not None and not self._dump:
-            self._what = [what[1]]
-        elif self._torn(text):
-            pass
-        elif native(text) or HEADER in text or len(self.lines) > KEPT or not self._goes_on(text):
-            self.done = True
-            return False
-        elif not self._dump and not self._check:
-            self._what.append(text)
-        self.lines.append(text)
-        self.last = number
-        return True
-
-    def _torn(self, text: str) -> bool:
-        """Tell whether the line is a piece of the first one, which several ranks wrote at once."""
-        piece = text.endswith("'") or text.startswith("terminate called")
-        return piece and not (self._dump or self._what) and len(self.lines) < MESSAGE_LINES
-
-    def _goes_on(self, text: str) -> bool:
-        if self._dump or self._check:
-            return (_DUMP if self._dump else _CHECKS_TRACE).match(text) is not None
-        room = 0 < len(self._what) < MESSAGE_LINES
-        told = schedulers.told_by(text)
-        of_others = _ANOTHERS.match(text) or (told and told[0] in (Sign.ENDED, Sign.INTERRUPTED))
-        return room and bool(text.strip()) and not of_others
-
-    def error(self) -> Raised | None:
-        """Return the exception of C++; None for a dump."""
-        if not self._what:
-            return None
-        kind = re.search(r"instance of '([^']+)'", self.lines[0])
-        words = "\n".join(self._what)
-        return Raised(kind[1] if kind else "", words, (), "\n".join(self.lines))
-
-
-class Failure:
-    """A paragraph of torchrun's table."""
-
-    def __init__(self, line: int, first: bool) -> None:
-        self.line, self.first = line, first
-        self.fields: dict[str, str] = {}
-        self.traceback: Traceback | GroupTraceback | None = None
-
-    @property
-    def at(self) -> float:
-        """Return when it was, in seconds; nan when its line was not pasted."""
-        try:
-            return datetime.strptime(self.fields.get("time", ""), "%Y-%m-%d_%H:%M:%S").timestamp()
-        except ValueError:
-            return nan
-
-
-class Summary(Block):
-    """The table of failures that torchrun prints: one paragraph for each rank that failed."""
-
-    _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
-
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(number)
-        self._root = number if "Root Cause" in text else 0  # the line of that heading
-        self._failures: list[Failure] = []
-        self._strays = 0
-        if self._FIELD.match(text):  # what stands above it was not pasted
-            self.take(number, text)
-
-    @staticmethod
-    def begins(text: str) -> bool:
-        """Tell whether the line is the first of one."""
-        if re.match(r"^ *rank +: \d+ \(local_rank: \d+\)$", text):
-            return True
-        return text == "Failures:" or "Root Cause (first observed failure)" in text
-
-    def take(self, number: int, text: str) -> bool:
-        """Tell whether the line belongs to it."""
-        self.last = number
-        field = self._FIELD.match(text)
-        inner = self._failures[-1].traceback if self._failures else None
-        if inner is not None and not inner.done and field is None and text.startswith("  "):
-            inner.take(number, text)
-        elif text.startswith("Root Cause"):
-            self._root = number
-        elif text.startswith("====="):
-            self.done = bool(self._failures)
-        elif re.match(r"^ *\[\d+\]:$", text) is not None:
-            self._failures.append(Failure(self._root or number, self._root > 0))
-        elif field is not None:
-            name, value = field.groups()
-            if not self._failures or name in self._failures[-1].fields:
-                self._failures.append(Failure(self._root or number, self._root > 0))
-            self._failures[-1].fields[name] = value
-            if HEADER in value:
-                group = GroupTraceback.HEAD.search(value.partition(HEADER)[0])
-                inner = GroupTraceback(number) if group else Traceback(number, "  " + HEADER)
-                self._failures[-1].traceback = inner
-        elif text.strip() and not text.startswith(("---", "Failures:", "  <NO_OTHER")):
-            self._strays += 1
-            self.done = self._strays > 8
-            return False
-        return True
-
-    def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
-        """Tell how each rank ended, and what it raised."""
-        began = next((one.at for one in self._failures if one.first), nan)
-        for failure in self._failures:
-            fields = failure.fields
-            rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", fields.get("rank", ""))
-            status = re.match(r"(-?\d+) *(?:\(pid: (\d+)\)|$)", fields.get("exitcode", ""))
-            if rank is None or status is None:
-                continue
-            number, local, code, pid = (int(x or -1) for x in (*rank.groups(), *status.groups()))
-            place, host = Place(log, failure.line, self.last), fields.get("host", "")
-            ends = (max(code, 0), max(-code, 0), number, local, max(pid, 0), host, "torchrun")
-            stopped = failure.at - began >= GRACE - 1  # the table's times are whole seconds
-            yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first, stopped=stopped))
-            for error in failure.traceback.errors() if failure.traceback is not None else ():
-                if not schedulers.of_launcher(error, number):
-                    yield Sighting(Sign.RAISED, place, of_rank(number), error=error)
-
-
-class MpiExit(Block):
-    """The paragraph of mpirun (Open MPI) or mpiexec (MPICH, Intel MPI) on the first process that
-    ended badly.
-    """
-
-    _BEGINS = re.compile(
-        r"detected that one or more processes exited with non-zero"
-        r"|(?P<mpich>BAD TERMINATION OF ONE OF YOUR)|MPI_ABORT was invoked on rank (?P<rank>\d+)"
-    )
-    _FACTS = tuple(
-        re.compile(words)
-        for words in (
-            r"(?P<last>with errorcode|Exit code:) +(?P<code>-?\d+)",
-            r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]",
-            r"^= +(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)",
-            r"^= +EXIT CODE: (?P<code>\d+)",
-            r"^= +KILLED BY SIGNAL: (?P<signal>\d+)",
-            r"(?P<last>TERMINATED WITH THE EXIT STRING): .{0,100}\(signal (?P<signal>\d+)\)",
-        )
-    )
-
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(number)
-        found = self._BEGINS.search(text)
-        assert found is not None
-        self._told: dict[str, str] = {"rank": found["rank"] or "-1"}
-        by = "Horovod" if "Horovod" in text else "mpirun"
-        self._by = "mpiexec" if found["mpich"] else "MPI_ABORT" if found["rank"] else by
-        self._lines = 0
-
-    @classmethod
-    def begins(cls, text: str) -> bool:
-        """Tell whether the line is the first of one."""
-        return cls._BEGINS.search(text) is not None
-
-    def take(self, number: int, text: str) -> bool:
-        """Tell whether the line belongs to it."""
-        self._lines += 1
-        for found in filter(None, (words.search(text) for words in self._FACTS)):
-            self._told.update({name: told for name, told in found.groupdict().items() if told})
-        self.done = "last" in self._told or self._lines > 10 or text.startswith("-----")
-        self.last = number
-        return True
-
-    def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
-        """Tell how the process ended, where the paragraph does."""
-        told = self._told
-        code, signal = int(told.get("code", 0)), int(told.get("signal", 0))
-        # MPICH names in its last line the signal by which it ended the others, too.
-        if signal == SIGTERM and code not in (0, SIGTERM):
-            signal = code if self._by == "mpiexec" and code in FATAL_SIGNALS else 0
-        if code > 0 or signal:
-            end = msgspec.structs.replace(
-                End(signal=signal) if signal else schedulers.exit_of(code),
-                rank=int(told["rank"]),
-                pid=int(told.get("pid", 0)),
-                host=told.get("host", ""),
-                by=self._by,
-                first=True,
-            )
-            yield Sighting(Sign.ENDED, Place(log, self.start, self.last), end=end)
-
-
-class Stall(Block):
-    """The list that Horovod prints of the calls that some ranks are in and others are not."""
-
-    _CALL = re.compile(r"^\s*(?P<call>\S+) \[(?P<which>ready|missing) ranks: (?P<ranks>[\d, ]+)\]")
-
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(number)
-        self._lines = [text]
-        self._call = ""
-        self._ranks: dict[str, set[int]] = {"ready": set(), "missing": set()}  # of the first call
-
-    @staticmethod
-    def begins(text: str) -> bool:
-        """Tell whether the line is the first of one."""
-        return schedulers.stalls(text)
-
-    def take(self, number: int, text: str) -> bool:
-        """Tell whether the line belongs to it."""
-        found = self._CALL.match(text)
-        if found is None and "Stalled ops:" not in text:
-            self.done = True
-            return False
-        if found is not None:
-            self._call = self._call or found["call"]
-            if found["call"] == self._call:
-                self._ranks[found["which"]].update(map(int, re.findall(r"\d+", found["ranks"])))
-        self.last = number
-        self._lines.append(text)
-        self.done = len(self._lines) > MESSAGE_LINES
-        return True
-
-    def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
-        """Tell the first call, and the ranks that are missing there."""
-        ranks = tuple(sorted(self._ranks["missing"] or self._ranks["ready"]))
-        yield Sighting(
-            Sign.STALLED,
-            Place(log, self.start, self.last),
-            speaker,
-            self._lines[0][:WORDS],
-            collective=Collective(0, self._call),
-            lines=tuple(self._lines),
-            ranks=ranks,
-        )
-
-
-Table = Summary | MpiExit | Stall
-"""Blocks in which a launcher tells of other processes."""

@@ -1,0 +1,40 @@
+"""Form of a line by which a launcher, a scheduler, a shell or a library tells something."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rallypoint.diagnosis.log_events import Sign
+
+NAMES = "Killed|Segmentation fault|Aborted|Bus error|Terminated|Floating point exception|Illegal instruction"
+SERVICE = "the service that ran it"
+ARGPARSE = "argparse"
+
+
+class KnownLine(NamedTuple):
+    """A line by which a launcher, a scheduler or a shell tells something; its groups have the
+    facts.
+    """
+
+    # that a line must hold before the pattern is tried: a search for it is fifty times quicker
+    word: str
+    words: re.Pattern[str]
+    sign: Sign = Sign.ENDED
+    by: str = ""  # the one that says so
+    first: bool = False  # of the process that failed first, as it says
+    signal: int = 0  # where no group names it
+    code: int = 0  # the same
+
+
+def line(
+    word: str,
+    words: str,
+    sign: Sign = Sign.ENDED,
+    by: str = "",
+    *,
+    first: bool = False,
+    signal: int = 0,
+    code: int = 0,
+) -> KnownLine:
+    return KnownLine(word, re.compile(words), sign, by, first, signal, code)
