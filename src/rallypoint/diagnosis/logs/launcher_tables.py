@@ -70,9 +70,10 @@ class Summary(Block):
         self.last = number
         field = self._FIELD.match(text)
         inner = self._failures[-1].traceback if self._failures else None
-        if inner is not None and not inner.done and field is None and text.startswith("  "):
-            inner.take(number, text)
-        elif text.startswith("Root Cause"):
+        within = inner if inner is not None and not inner.done and field is None else None
+        if within is not None and (within.take(number, text) or text.startswith("  ")):
+            return True
+        if text.startswith("Root Cause"):
             self._root = number
         elif text.startswith("====="):
             self.done = bool(self._failures)

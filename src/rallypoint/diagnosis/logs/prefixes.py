@@ -16,8 +16,8 @@ _STRIPPED = 6
 # Prefixes that name no process, but stand in front.
 _CARRIERS = re.compile(
     # kubectl, docker, cri-o
-    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"
-    r"(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG)"
+    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? "
+    r"(?:(?:stdout|stderr) [FP] |(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG))"
     # ctime(3): mpirun --timestamp-output, dmesg -T
     r"|\[?(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?:\] |(?=\[))"
     # Determined, which puts the rank between its two marks where there are several.
@@ -120,6 +120,15 @@ _COMMON = re.compile(
     r"|(?!python|\d+:|[\w.-]{0,100}(?:Error|Exception|\.\w?[a-z]{2}):)"
     r"(?=[\w.-]{0,100}\d)[\w.-]{1,100}:(?= (?!line \d|error:))"
 )
+# What a logger writes before each line of a program that it runs: Airflow, Prefect, Celery, Dask,
+# loguru, Python's own.
+_LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
+_LOGGER = re.compile(
+    r"(?:[\[(]?(?:\d{4}[-/]\d\d[-/]\d\d(?:, |[T ]))?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
+    rf"[\]):]{{0,2}} (?:[|-] )?(?:[\[{{(]?[\w.:/<>-]{{1,60}}[\]}})]? (?:[|-] )?){{0,2}}?[\[(]?{_LEVEL}(?:/[\w-]{{1,40}})?[\])]?:?"
+    r"(?:(?: {0,8}[|-])?(?: [\w./]{1,60}(?::[\w<>.]{1,60}){0,2} [|-])?(?: |$)|(?= )|$)"
+    rf"|{_LEVEL}:[\w.]{{1,60}}:)"
+)
 FEWEST = 3  # lines that show a host
 MOST_PREFIXES = 64  # forms of prefixes that one log may have
 LONGEST_PREFIX = 200  # characters
@@ -137,15 +146,17 @@ class Prefixes:
         self._carried: set[str] = set()  # forms of what names nobody
         self._head = ""  # the form of what stands before a traceback's first line
         self._indent = 0  # of all lines
+        self._by_logger = False  # one wrote all lines
         self._common: dict[str, re.Pattern[str]] = {}  # what all lines have, at most one
 
     def begin(self, lines: Sequence[str], *, whole: bool) -> None:
         """Note what stands before every line of the log, by its first ones: an indentation, a time
-        of any form, and a host where the `whole` log is here.
+        of any form, the head that a logger writes, and a host where the `whole` log is here.
         """
         lines = [line for line in lines if line.strip()]
         self._indent = min((len(line) - len(line.lstrip(" ")) for line in lines), default=0)
         lines = [line[self._indent :] for line in lines]
+        self._by_logger = len(lines) > 1 and all(map(_LOGGER.match, lines))
         found = _COMMON.match(lines[0]) if lines else None
         if found is None or (not found["clock"] and (len(lines) < FEWEST or not whole)):
             return
@@ -160,6 +171,8 @@ class Prefixes:
         """Part a line by known prefixes, and by those that this log has shown so far."""
         if self._indent and text[: self._indent].isspace():
             text = text[self._indent :]
+        if self._by_logger and (head := _LOGGER.match(text)) is not None:
+            text = text[head.end() :]
         speaker, said = split(text)
         if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
             self._learn(said)

@@ -39,6 +39,7 @@ from rallypoint.diagnosis.logs.block import HEADER, WORDS, native
 from rallypoint.diagnosis.logs.crash_block import Crash
 from rallypoint.diagnosis.logs.launcher_tables import MpiExit, Stall, Summary, Table
 from rallypoint.diagnosis.logs.line_filter import LINE_LIMIT, Line, Sifter, as_utf8, shown
+from rallypoint.diagnosis.logs.rich_traceback import RichTraceback
 from rallypoint.diagnosis.logs.sightings import NCCL_INFO, Sightings
 from rallypoint.diagnosis.logs.traceback_blocks import (
     NOT_COMPILED,
@@ -426,7 +427,8 @@ class Reader:
         return msgspec.structs.replace(sighting, collective=collective)
 
 
-_BLOCKS: tuple[type[Crash | Summary | MpiExit | Stall], ...] = (Crash, Summary, MpiExit, Stall)
+_Kinds = type[RichTraceback | Crash | Summary | MpiExit | Stall]
+_BLOCKS: tuple[_Kinds, ...] = (RichTraceback, Crash, Summary, MpiExit, Stall)
 
 
 def together(findings: Iterable[Findings]) -> Findings:

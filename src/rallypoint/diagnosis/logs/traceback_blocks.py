@@ -96,6 +96,7 @@ class Traceback(Block):
         head = text[: text.find("Traceback")]
         self._indent = len(head) if head.isspace() else 0
         self._frames: list[Frame] = []
+        self._flat = False  # the line above is a frame without its indentation
         self._lines = [text[len(head) :]]
         # NumPy's notice shows where it was imported, and no exception
         self._of_numpy = f'{HEADER}  File "' in text
@@ -134,8 +135,9 @@ class Traceback(Block):
         if mpi_words.EXIT.search(body):  # the launcher raised what it tells
             self.done = True
             return False
-        frame = FRAME.match(body) or FRAME.match(f"  {body}")  # a page may drop the indentation
-        if frame is not None:
+        frame, flat = FRAME.match(body), FRAME.match(f"  {body}")  # a page may drop the indentation
+        below_flat, self._flat = self._flat, frame is None and flat is not None
+        if (frame := frame or flat) is not None:
             self._doubtful = None
             new = Frame(_path(frame["file"]), int(frame["line"]), frame["function"] or "")
             if new not in self._frames[-2:]:  # another rank's, or a recursion
@@ -145,7 +147,7 @@ class Traceback(Block):
         elif self._doubtful is not None and not body.startswith("    "):
             self._end(*self._doubtful)
             return self._after(number, body)
-        elif body.startswith("    "):
+        elif body.startswith("    ") or (below_flat and not _TYPED.match(body)):
             self._doubtful = None
             if self._frames and not self._frames[-1].source and not _CARETS.match(body):
                 last = self._frames[-1]
@@ -203,6 +205,15 @@ class Traceback(Block):
         shown = next(filter(None, self._gathered.values()), None)
         same = (rank for rank, one in self._gathered.items() if one in (shown, None))
         self.ranks = tuple(sorted(same))
+
+    def go_on(self, number: int, words: str) -> None:
+        """Add words to the last line of the message."""
+        if self._doubtful is not None:
+            kind, message, _ = self._doubtful
+            self._doubtful = kind, message + words, number
+        self._message[-1] += words
+        self._lines[-1] += words
+        self.last = number
 
     def _after(self, number: int, body: str) -> bool:
         self._tail += 1
