@@ -150,3 +150,50 @@ def test_conda_in_a_script_before_the_job() -> None:
     assert report.headline.endswith("KeyError: 'lr'")
     assert "line 1, before it, speaks of a failure" in report.why
     assert told(conda).code == "cause-unknown"
+
+
+_OWN = "".join(f"2026-11-22 10:00:00,123 - INFO - trainer - step {i} loss 0.1\n" for i in range(60))
+_SKIPPED = (
+    "2026-11-22 10:00:00,123 - WARNING - trainer - OSError: image file is truncated; skipped\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("srun: error: gpu03: task 3: Segmentation fault\n", "rank-crashed"),
+        ("srun: error: gpu03: task 3: Killed\n", "rank-killed"),
+        (
+            "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO TIME LIMIT ***\n",
+            "interrupted",
+        ),
+        ("2026-11-22 10:00:00,123 - INFO - trainer - Training finished\n", "cause-unknown"),
+    ],
+)
+def test_what_a_programs_own_logger_says_is_no_end(end: str, code: str) -> None:
+    """A logger that writes all lines of a log may be the program's: of another level than most, a
+    line has its words and its head.
+    """
+    assert told(f"{_OWN}{_SKIPPED}{end}").code == code
+
+
+@pytest.mark.parametrize(("level", "shown"), [("CRITICAL", True), ("ERROR", True), ("INFO", False)])
+def test_levels_of_a_logger(level: str, shown: bool) -> None:
+    steps = "".join(_OWN.splitlines(True)[:5])
+    line = f"2026-11-22 10:00:00,123 - {level} - trainer - Failed to import it, stopping\n"
+    assert told(steps + line).headline.startswith("line 6 speaks of a failure") is shown
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("./run.sh: line 12:  4242 Killed                  python train.py", "rank-killed"),
+        (_EXITED.strip(), "rank-exited"),
+        ("Fatal Python error: Segmentation fault", "rank-crashed"),
+        ("[2026-11-22] CUDA out of memory", "rank-out-of-memory"),
+    ],
+)
+def test_what_follows_a_frame_without_its_indentation(line: str, code: str) -> None:
+    """The line below such a frame is its source, unless it tells something itself."""
+    frames = "Traceback (most recent call last):\n" + 'File "/app/train.py", line 60, in main\n'
+    assert told(f"{frames}{line}\n").code == code

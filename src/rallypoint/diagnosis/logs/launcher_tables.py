@@ -48,6 +48,7 @@ class Failure:
 class Summary(Block):
     """The table of failures that torchrun prints: one paragraph for each rank that failed."""
 
+    _NEXT = re.compile(r"^ *\[\d+\]:$")
     _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
 
     def __init__(self, number: int, text: str) -> None:
@@ -71,13 +72,14 @@ class Summary(Block):
         field = self._FIELD.match(text)
         inner = self._failures[-1].traceback if self._failures else None
         within = inner if inner is not None and not inner.done and field is None else None
+        within = None if text.startswith("Root Cause") or self._NEXT.match(text) else within
         if within is not None and (within.take(number, text) or text.startswith("  ")):
             return True
         if text.startswith("Root Cause"):
             self._root = number
         elif text.startswith("====="):
             self.done = bool(self._failures)
-        elif re.match(r"^ *\[\d+\]:$", text) is not None:
+        elif self._NEXT.match(text) is not None:
             self._failures.append(Failure(self._root or number, self._root > 0))
         elif field is not None:
             name, value = field.groups()

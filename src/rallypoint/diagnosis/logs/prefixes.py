@@ -120,14 +120,15 @@ _COMMON = re.compile(
     r"|(?!python|\d+:|[\w.-]{0,100}(?:Error|Exception|\.\w?[a-z]{2}):)"
     r"(?=[\w.-]{0,100}\d)[\w.-]{1,100}:(?= (?!line \d|error:))"
 )
-# What a logger writes before each line of a program that it runs: Airflow, Prefect, Celery, Dask,
-# loguru, Python's own.
+# What a logger writes before each line of a program that it runs, at one level: Airflow, Prefect,
+# Celery, Dask, loguru, Python's own.
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
+_QUIET = ("TRACE", "DEBUG", "INFO", "NOTICE", "SUCCESS")
 _LOGGER = re.compile(
     r"(?:[\[(]?(?:\d{4}[-/]\d\d[-/]\d\d(?:, |[T ]))?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
-    rf"[\]):]{{0,2}} (?:[|-] )?(?:[\[{{(]?[\w.:/<>-]{{1,60}}[\]}})]? (?:[|-] )?){{0,2}}?[\[(]?{_LEVEL}(?:/[\w-]{{1,40}})?[\])]?:?"
+    rf"[\]):]{{0,2}} (?:[|-] )?(?:[\[{{(]?[\w.:/<>-]{{1,60}}[\]}})]? (?:[|-] )?){{0,2}}?[\[(]?(?P<level>{_LEVEL})(?:/[\w-]{{1,40}})?[\])]?:?"
     r"(?:(?: {0,8}[|-])?(?: [\w./]{1,60}(?::[\w<>.]{1,60}){0,2} [|-])?(?: |$)|(?= )|$)"
-    rf"|{_LEVEL}:[\w.]{{1,60}}:)"
+    rf"|(?P<python>{_LEVEL}):[\w.]{{1,60}}:)"
 )
 FEWEST = 3  # lines that show a host
 MOST_PREFIXES = 64  # forms of prefixes that one log may have
@@ -146,7 +147,8 @@ class Prefixes:
         self._carried: set[str] = set()  # forms of what names nobody
         self._head = ""  # the form of what stands before a traceback's first line
         self._indent = 0  # of all lines
-        self._by_logger = False  # one wrote all lines
+        self._level = ""  # of most lines, where a logger wrote all
+        self.quiet = False  # a logger wrote the line that was parted last, at a level below WARNING
         self._common: dict[str, re.Pattern[str]] = {}  # what all lines have, at most one
 
     def begin(self, lines: Sequence[str], *, whole: bool) -> None:
@@ -156,7 +158,8 @@ class Prefixes:
         lines = [line for line in lines if line.strip()]
         self._indent = min((len(line) - len(line.lstrip(" ")) for line in lines), default=0)
         lines = [line[self._indent :] for line in lines]
-        self._by_logger = len(lines) > 1 and all(map(_LOGGER.match, lines))
+        levels = [_level(_LOGGER.match(line)) for line in lines]
+        self._level = max(levels, key=levels.count) if len(levels) > 1 and all(levels) else ""
         found = _COMMON.match(lines[0]) if lines else None
         if found is None or (not found["clock"] and (len(lines) < FEWEST or not whole)):
             return
@@ -171,8 +174,10 @@ class Prefixes:
         """Part a line by known prefixes, and by those that this log has shown so far."""
         if self._indent and text[: self._indent].isspace():
             text = text[self._indent :]
-        if self._by_logger and (head := _LOGGER.match(text)) is not None:
-            text = text[head.end() :]
+        self.quiet = False
+        if self._level and _level(head := _LOGGER.match(text)) == self._level:
+            self.quiet = self._level in _QUIET
+            text = text[head.end() if head is not None else 0 :]
         speaker, said = split(text)
         if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
             self._learn(said)
@@ -208,6 +213,11 @@ class Prefixes:
         elif found is not None or form == self._head:
             self._known.setdefault(form, re.compile(form))
             self._carried.update({form} if found is None else ())
+
+
+def _level(head: re.Match[str] | None) -> str:
+    """Return the level in a logger's head; "" for none."""
+    return (head["level"] or head["python"]) if head is not None else ""
 
 
 def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:

@@ -236,6 +236,7 @@ class Reader:
         if "watchdog" in text and (rank := torch.speaking(text, speaker).rank) >= 0:
             self._groups.setdefault(rank, torch.group_of(text))
         speaks = self._spoke < MOST_SPOKEN and failure_words.speaks_of_failure(text)
+        speaks = speaks and not self._prefixes.quiet
         if of_launcher or (not speaks and _LAUNCHERS.search(text)):
             return
         if not speaker.known and text.strip():

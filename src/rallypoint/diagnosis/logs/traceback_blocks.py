@@ -24,8 +24,8 @@ from rallypoint.diagnosis.raised import joined
 
 # lines after an exception's last line in which its message, or the next of a chain, may still come
 TAIL = 16
-_DURING = "During handling of the above exception, another exception occurred:"
-_BECAUSE = "The above exception was the direct cause of the following exception:"
+DURING = "During handling of the above exception, another exception occurred:"
+BECAUSE = "The above exception was the direct cause of the following exception:"
 _DEEPER = re.compile(r'^( {3,40})File "[^"]*", line \d+')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
 
@@ -70,6 +70,17 @@ def _path(file: str) -> str:
     well.
     """
     return file.replace("\\", "/") if re.match(r"[A-Za-z]:\\", file) else file
+
+
+def _is_source(body: str) -> bool:
+    """Tell whether a line below a frame may be its source, though it is not indented."""
+    others = _TYPED.match(body) or ANOTHERS.match(body) or native(body)
+    return not (
+        others
+        or classify.recognised(body)
+        or read_line.told_by(body)
+        or "Fatal Python error: " in body
+    )
 
 
 def headless(text: str) -> bool:
@@ -147,7 +158,7 @@ class Traceback(Block):
         elif self._doubtful is not None and not body.startswith("    "):
             self._end(*self._doubtful)
             return self._after(number, body)
-        elif body.startswith("    ") or (below_flat and not _TYPED.match(body)):
+        elif body.startswith("    ") or (below_flat and _is_source(body)):
             self._doubtful = None
             if self._frames and not self._frames[-1].source and not _CARETS.match(body):
                 last = self._frames[-1]
@@ -218,8 +229,8 @@ class Traceback(Block):
     def _after(self, number: int, body: str) -> bool:
         self._tail += 1
         self.done = self._tail > TAIL
-        if body in (_DURING, _BECAUSE):
-            self._joint = "during" if body == _DURING else "because"
+        if body in (DURING, BECAUSE):
+            self._joint = "during" if body == DURING else "because"
             return True
         if (rank := spawned(body)) >= 0:
             self.rank, self._joint = rank, "inside"
