@@ -36,6 +36,7 @@ HALVES = (
     "eleventh",
     "twelfth",
     "thirteenth",
+    "fourteenth",
     "developed",
 )
 

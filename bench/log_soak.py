@@ -151,6 +151,8 @@ _SENSITIVE = {
     "accelerate-bar-nan": "has a bar and a traceback in one line",
     "store-value-too-large": "has more frames of C++ below its cause than a stop may follow",
     "a-xla-cancelled-teardown": "has lines with two forms of prefixes",
+    "accelerate-in-use": "has a message that a page broke into lines",
+    "ds-in-use-wrapped": "has a message that a page broke into lines",
     "a-lightning-devices": "has a traceback with a time of its own in each line",
 }
 """Logs that are not changed, and why."""

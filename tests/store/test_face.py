@@ -1179,8 +1179,10 @@ def test_a_log_that_is_the_store_itself(server: Server) -> None:
             for number in range(1, 6):
                 proxy.reset()
                 assert mine.add("n") == number
-            assert mine.statistics()["reconnects"] == 5
-            until(lambda: mine.get("lines", 0) == 10)
+            # Two lines for each. The handler's connection may be a new one, on which the next call
+            # goes: nobody has noticed the loss of the other one then.
+            until(lambda: mine.get("lines", 0) == 2 * mine.statistics()["reconnects"])
+            assert 1 <= mine.statistics()["reconnects"] <= 5
         finally:
             log.removeHandler(handler)
             mine.close()

@@ -57,11 +57,13 @@ NAMES_PEER = re.compile(
 )
 """Words that name another rank as lost: the cause is there, or between the two."""
 
-_WARNING = re.compile(r"NCCL WARN (?P<words>.+)$")
+_WARNING = re.compile(
+    r"(?:\bNCCL|\b[\w/]{1,60}\.(?:h|cc|cu):\d{1,5}) WARN (?P<words>.+)$"  # without its name until 2.3
+)
 
 
 def warning(text: str) -> str:
     """Read a warning; "" when the line is none, or only a remark."""
-    found = _WARNING.search(text) if "NCCL WARN" in text else None
+    found = _WARNING.search(text) if " WARN " in text else None
     remark = found is None or REMARKS.search(found["words"])
     return found["words"] if found is not None and not remark else ""
