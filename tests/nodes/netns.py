@@ -22,7 +22,7 @@ from pathlib import Path
 LOOK = 0.005
 """Seconds between two looks at a file or at /proc: no figure here is finer."""
 
-ENDING = 2.0
+ENDING = 10.0
 """Seconds that the last processes of a job may take to end after it: a busy machine, not a wait."""
 
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -398,6 +398,7 @@ class Node:
         processor stands a moment after its SIGSTOP.
         """
         until = time.monotonic() + ENDING
+        self.signal(signal.SIGSTOP, self.processes())  # one that waits for the disk, too
         while running := [pid for pid in self.processes() if _state(pid) in ("R", "S")]:
             assert time.monotonic() < until, f"not stopped after {ENDING} s: {running}"
             self.signal(signal.SIGSTOP, running)
