@@ -50,6 +50,7 @@ from ..test_plan import plan
 
 SECRET = b"a secret of a test, long enough"
 
+
 def _free_port() -> int:
     held = ports.hold_port(0, "127.0.0.1")
     held.release()
