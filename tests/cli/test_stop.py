@@ -59,7 +59,7 @@ class Job:
         assert self.process.stdout is not None
         while self.said.count("is up") < 2:
             line = self.process.stdout.readline()
-            assert line, self.said
+            assert line, (self.said, self.process.communicate(timeout=60))  # nothing stays open
             self.said += line
 
     def end(self) -> int:
@@ -185,7 +185,7 @@ def test_the_holder_of_a_port_is_ended_as_the_error_says(
     """It said `kill PID`, of the process that serves torch's store, which ignores SIGTERM: the port
     stayed taken, and the job ran on.
     """
-    port = ports.hold_port(0, "127.0.0.1", None)
+    port = ports.hold_port(0, "127.0.0.1", (20000, 28999))  # of which the kernel gives nobody one
     number = port.port
     port.release()
     program.write_text(

@@ -78,7 +78,8 @@ def slurm(_shared: Slurm) -> Iterator[Slurm]:
     """Slurm on two nodes, that all tests of this module share; a job that is left fails its test."""
     yield _shared
     _shared.ask("scancel", "--user=root")
-    left = [] if wait_until(lambda: not _shared.processes(), FREE_WITHIN) else _shared.processes()
+    free = wait_until(lambda: not _shared.processes(), FREE_WITHIN + LATE)
+    left = [] if free else _shared.processes()
     assert not left, "the test has left processes:\n" + "\n".join(left)
 
 

@@ -319,7 +319,7 @@ def test_a_large_result_is_not_copied_here_and_lives_as_long_as_somebody_has_it(
     before, fds = mapped(), descriptors()
     one, other = returned([torch.ones(4 * MIB), np.ones(4 * MIB)])  # 16 and 32 MiB
     assert mapped() - before == 48 * MIB
-    assert descriptors() == fds  # none keeps a descriptor
+    assert descriptors() <= fds  # none keeps a descriptor; an earlier test's may go meanwhile
     part = one[5:]
     del one
     gc.collect()
@@ -382,7 +382,7 @@ def test_nothing_stays_open() -> None:
         with pytest.raises(UsageError):
             payload.pack_call(print, (torch.ones(3).share_memory_(), threading.Lock()), {})
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before  # what an earlier test left may go meanwhile
 
 
 # --- memory that stays the same ---

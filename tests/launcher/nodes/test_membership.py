@@ -52,7 +52,7 @@ SECRET = b"a secret of a test, long enough"
 
 
 def _free_port() -> int:
-    held = ports.hold_port(0, "127.0.0.1")
+    held = ports.hold_port(0, "127.0.0.1", (20000, 28999))  # the kernel gives nobody these
     held.release()
     return held.port
 

@@ -82,7 +82,7 @@ class Nodes:
         secret = folder / "secret"
         secret.touch(0o600)
         secret.write_text("c2VjcmV0IG9mIGEgdGVzdCwgbG9uZyBlbm91Z2g=\n")
-        held = ports.hold_port(0, "127.0.0.1")
+        held = ports.hold_port(0, "127.0.0.1", (20000, 28999))  # the kernel gives nobody these
         self.port = held.port
         held.release()
         self._watcher: Member | None = None
