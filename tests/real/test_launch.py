@@ -13,6 +13,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import pytest
 
 import rallypoint
 from rallypoint.errors import LaunchTimeout, RankExited, RankKilled, UsageError, WorkerError
+
+from .job import SLOW_TORCH
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("torch_in_parts")]
 
@@ -109,7 +113,7 @@ def test_what_ranks_print_appears_here(capsys: pytest.CaptureFixture[str]) -> No
     rallypoint.launch(speak, nproc=2)
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["[0] to stdout", "[1] to stdout"]
-    assert sorted(err.splitlines()) == ["[0] to stderr", "[1] to stderr"]
+    assert sorted(SLOW_TORCH.sub("", err).splitlines()) == ["[0] to stderr", "[1] to stderr"]
 
 
 def test_one_rank_has_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,13 +255,11 @@ def test_the_time_of_a_call_begins_with_the_call() -> None:
     """
 
     def waits(_: int) -> None:
-        time.sleep(600)
+        time.sleep(4)  # it would return if its 5 s began with the request
 
     rallypoint.launch(int)
-    began = time.monotonic()
     with pytest.raises(LaunchTimeout):
-        rallypoint.launch(waits, (_Slow(),), timeout=6)
-    assert time.monotonic() - began < 10
+        rallypoint.launch(waits, (_Slow(),), timeout=5)
 
 
 def test_restarts_run_all_ranks_again(tmp_path: Path) -> None:
@@ -368,6 +370,20 @@ def test_a_script_needs_no_main_guard_and_a_child_forked_by_the_caller_can_launc
     assert done.stderr == ""
 
 
+@contextmanager
+def running(path: Path, **how: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program that runs. In the end it is killed, and its pipes closed, which a later test would
+    see.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-u", str(path)], stdout=subprocess.PIPE, text=True, **how
+    ) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
@@ -388,18 +404,14 @@ def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
             """
         )
     )
-    program = subprocess.Popen(
-        [sys.executable, "-u", str(path)],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert program.stdout is not None
-    assert sorted(program.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
-    os.kill(program.pid, signal.SIGINT)
-    out, err = program.communicate(timeout=60)
+    with running(path, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as program:
+        assert program.stdout is not None
+        assert sorted(program.stdout.readline() for _ in range(2)) == [
+            "[0] ready\n",
+            "[1] ready\n",
+        ]
+        os.kill(program.pid, signal.SIGINT)
+        out, err = program.communicate(timeout=60)
     assert out == "interrupted once\n"
     assert "the job was stopped by Ctrl-C" in err
     # A rank that has just said so may stand at the end of that line yet.
@@ -426,12 +438,12 @@ def test_nothing_outlives_the_caller(tmp_path: Path, number: int) -> None:
             """
         )
     )
-    program = subprocess.Popen([sys.executable, "-u", str(path)], stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    pids = [int(program.stdout.readline().split()[1]) for _ in range(2)]
-    pidfds = [os.pidfd_open(pid) for pid in pids]
-    program.send_signal(number)
-    program.communicate(timeout=30)
+    with running(path) as program:
+        assert program.stdout is not None
+        pids = [int(program.stdout.readline().split()[1]) for _ in range(2)]
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        program.send_signal(number)
+        program.communicate(timeout=30)
 
     poll = select.poll()
     for fd in pidfds:

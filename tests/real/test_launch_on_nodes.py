@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.host import ports
 from rallypoint.launcher.agent import results_elsewhere
 from rallypoint.launcher.launch import launch
 
@@ -48,22 +47,26 @@ Start = Callable[..., list["subprocess.Popen[str]"]]
 
 
 @pytest.fixture
-def place() -> str:
-    """Return an endpoint that is free."""
-    with ports.hold_port() as held:
-        return f"127.0.0.1:{held.port}"
+def place(port: int) -> str:
+    """Return an endpoint that is free, and that nobody else gets."""
+    return f"127.0.0.1:{port}"
 
 
 @pytest.fixture
-def start(tmp_path: Path, place: str) -> Start:
-    """Start the program of each node: `body` is the function's, and the rest options."""
+def start(tmp_path: Path, place: str) -> Iterator[Start]:
+    """Start the program of each node: `body` is the function's, and the rest options. What still
+    runs at the end is killed.
+    """
+    started: list[subprocess.Popen[str]] = []
 
-    def begin(body: str, **options: Any) -> list[subprocess.Popen[str]]:
+    def begin(
+        body: str, *, nodes: Sequence[int] = (0, 1), **options: Any
+    ) -> list[subprocess.Popen[str]]:
         program, secret = tmp_path / "program.py", tmp_path / "secret"
         program.write_text(PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
         secret.touch(0o600)
         secret.write_text(secrets.token_hex(32))
-        return [
+        started.extend(
             subprocess.Popen(
                 [
                     sys.executable,
@@ -81,10 +84,14 @@ def start(tmp_path: Path, place: str) -> Start:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for node in range(2)
-        ]
+            for node in nodes
+        )
+        return started
 
-    return begin
+    yield begin
+    for one in started:
+        with one:  # closes its pipes, which a later test would see
+            one.kill()
 
 
 def results(programs: list[subprocess.Popen[str]]) -> list[Any]:
@@ -134,9 +141,7 @@ def test_a_call_that_takes_too_long_is_so_on_each_node(start: Start) -> None:
 
 
 def test_a_node_that_waits_for_the_others_heeds_ctrl_c(start: Start, place: str) -> None:
-    one, other = start("return rank")
-    other.kill()
-    other.communicate()
+    (one,) = start("return rank", nodes=[0])
     host, port = place.split(":")
     while True:
         try:
