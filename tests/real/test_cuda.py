@@ -69,6 +69,7 @@ def told_by(act: Run, program: Path, extra: dict[str, str]) -> str:
         assert process.stdin is not None
         while not said or b"rallypoint explain" not in said[-1]:
             said.append(process.stderr.readline())
+            assert said[-1], b"".join(said)
         process.stdin.write(b"\n")
 
     result = act(

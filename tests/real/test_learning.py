@@ -250,8 +250,8 @@ def test_two_jobs_of_one_program_at_once(start: Start, tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    for job in both:
-        assert (job.communicate(timeout=100)[1], job.returncode) == (b"", 0)
+    said_by = [job.communicate(timeout=100)[1] for job in both]  # both, before one is looked at
+    assert [(job.returncode, err) for job, err in zip(both, said_by, strict=True)] == [(0, b"")] * 2
     assert left_behind(str(tmp_path)) == []
     assert remembered(tmp_path)["parts"] == ["torch.late_part"]
     assert said(start())[1] == {"early True"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import pytest
 from .conftest import Run
 from .job import DEADLINE, Result, run_job
 from .test_scripts_of_others import EXAMPLES, needs
+from .test_supervision import events
 
 pytestmark = [pytest.mark.usefixtures("torch_in_parts"), pytest.mark.torch, needs("sklearn")]
 
@@ -55,10 +55,9 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
         while time.monotonic() < until and process.poll() is None:
             for path in tmp_path.glob("rallypoint/runs/*/rank2.log"):
                 if b"step 8: the mean of 4 of 4" in path.read_bytes():
-                    events = (path.parent / "events.jsonl").read_text().splitlines()
                     (started,) = (
                         found
-                        for found in map(json.loads, events)
+                        for found in events(tmp_path)
                         if (found["what"], found.get("rank")) == ("worker-started", 2)
                     )
                     os.kill(started["details"]["pid"], signal.SIGKILL)
