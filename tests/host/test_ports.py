@@ -494,7 +494,7 @@ while True:
 
 def test_beside_a_squatter_every_port_is_ours_alone() -> None:
     """2,000 jobs, 8 at a time, in 300 ports that a thief grabs and frees: none fails, none
-    shares.
+    shares. A busy machine may not come to all of them.
     """
     first = a_range_of(300)
     thief = subprocess.Popen(
@@ -505,9 +505,12 @@ def test_beside_a_squatter_every_port_is_ours_alone() -> None:
     failures: list[BaseException] = []
     holding: set[int] = set()
     lock = threading.Lock()
+    end = time.monotonic() + SOON
 
     def jobs(any_port: bool) -> None:
         for _ in range(250):
+            if time.monotonic() > end:
+                return
             try:
                 held = hold_port(port_range=None if any_port else (first, first + 299))
                 with lock:
@@ -524,7 +527,7 @@ def test_beside_a_squatter_every_port_is_ours_alone() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SOON)
+        thread.join()
     thief.kill()
     thief.communicate()
     assert failures == []

@@ -431,7 +431,7 @@ def test_a_signal_handler_that_returns_does_not(lock: RecordLock, timeout: float
             if len(ran) == 3:
                 other.say()
 
-        with alarm(handler, 0.02, 0.02):
+        with alarm(handler, 0.2, 0.02):  # while it waits
             assert lock.acquire(timeout)
         assert len(ran) >= 3
         lock.release()

@@ -848,7 +848,7 @@ def test_a_second_signal_in_the_end_of_a_call_leaves_no_waiter(server: Server) -
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("rallypoint.store.client.lease.Lease.give_up", raise_again)
-            with alarm(0.05, lambda: 1 // 0), pytest.raises(KeyboardInterrupt):
+            with alarm(0.3, lambda: 1 // 0), pytest.raises(KeyboardInterrupt):  # while it waits
                 lock.acquire()
         with pytest.raises(rallypoint.LockTimeout):
             lock.acquire(timeout=0.05)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -98,6 +99,15 @@ def output_of(program: str, *arguments: str, **more: str) -> list[str]:
     )
     assert done.returncode == 0, f"exit status {done.returncode}: {done.stdout}"
     return done.stdout.splitlines()
+
+
+@contextmanager
+def kept_port() -> Iterator[str]:
+    """A port for servers that listen there one after the other; nobody else gets it in between."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does
+        sock.bind(("127.0.0.1", 0))
+        yield str(sock.getsockname()[1])
 
 
 @contextmanager

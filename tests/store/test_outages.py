@@ -13,7 +13,7 @@ import rallypoint
 from rallypoint.errors import SessionLost, StoreTimeout
 from rallypoint.testing import ChaosProxy
 
-from .live import Thread, until
+from .live import Thread, kept_port, until
 
 SECRET = b"sixteen bytes or more"
 
@@ -81,9 +81,9 @@ def test_a_store_that_was_stopped_in_good_order_and_started_again_has_its_client
 ) -> None:
     """After a kill -9 and a restart a client went on with the new server; after SIGTERM, a rolling
     update for example, its object was of no use for ever: StoreClosed at every call."""
-    first = rallypoint.serve(secret=SECRET)
-    port = first.address.rpartition(":")[2]
     with (
+        kept_port() as port,
+        rallypoint.serve(secret=SECRET, port=port) as first,
         rallypoint.connect(
             first.address, secret=SECRET, same_host=same_host, timeout=60.0
         ) as store,

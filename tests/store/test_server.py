@@ -147,7 +147,7 @@ def test_a_session_has_several_connections(server: Server) -> None:
 
 def test_a_session_ends_when_nothing_is_heard_of_it(server: Server) -> None:
     with (
-        Raw(server.address, server.secret, ttl=0.1) as client,
+        Raw(server.address, server.secret, ttl=1.0) as client,
         Raw(server.address, server.secret) as other,
     ):
         client.ask(Set, "mine", b"\x01", ephemeral=True)

@@ -17,7 +17,7 @@ from rallypoint.store.limits import SHORTEST_TTL
 from rallypoint.store.server.server import Server, serve
 from rallypoint.testing import ChaosProxy
 
-from .live import DEADLINE, Thread, output_of, running, until
+from .live import DEADLINE, Thread, kept_port, output_of, running, until
 
 SHORT = 2.0
 """A ttl that a test can wait for, and three signs of life in which a busy machine manages."""
@@ -82,10 +82,9 @@ def pop(store: Store, seconds: float) -> Any:
 
 
 def test_a_server_that_was_killed_and_started_again_on_its_port() -> None:
-    with running(SERVER, "0", SECRET) as first:
+    with kept_port() as port, running(SERVER, port, SECRET) as first:
         assert first.stdout is not None
         address = first.stdout.readline().strip()
-        port = address.rpartition(":")[2]
         with rallypoint.connect(address, secret=SECRET, timeout=DEADLINE, ttl=LONG) as store:
             store["k"] = 1
             reads = Thread(lost_by, store.wait, "none", DEADLINE)

@@ -30,7 +30,7 @@ from .processes import ServerProcess
 SECRET = b"a secret of at least sixteen bytes"
 KEY, VALUE = "model/step/checkpoint-path", b"s3 bucket and the token for it, in a value"
 LARGE = os.urandom(1024) * 4096
-LATE = 1.0
+LATE = 5.0
 """Seconds that something may happen later, on a busy machine."""
 
 NODE = """
