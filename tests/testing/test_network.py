@@ -34,24 +34,32 @@ def test_adds_of_several_threads_are_exact_while_connections_are_cut() -> None:
     with Network() as network:
         stores = [network.connect() for _ in range(4)]
         stop = threading.Event()
+        done: list[int] = []
 
         def add(index: int) -> None:
             for _ in range(250):
                 stores[index % 4].add("n")
+                done.append(index)
 
         def cut() -> None:
-            while not stop.wait(0.02):
-                network.cut()
+            """After each so many adds: so often in a second a busy machine would do none at all."""
+            uncut = 0
+            while not stop.wait(0.001):
+                if len(done) - uncut >= 20:
+                    uncut = len(done)
+                    network.cut()
 
         threads = [threading.Thread(target=add, args=(index,)) for index in range(8)]
         cutter = threading.Thread(target=cut)
         for thread in [*threads, cutter]:
             thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        stop.set()
-        cutter.join(10)
+        try:
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive()
+        finally:
+            stop.set()
+            cutter.join(60)
         assert stores[0]["n"] == 2000
 
 

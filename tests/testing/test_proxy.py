@@ -423,14 +423,14 @@ def test_latency_holds_back_the_end_too(proxy: ChaosProxy, echo: Echo) -> None:
 def test_jitter_varies_within_its_bounds(proxy: ChaosProxy, dial: Dial) -> None:
     sock = dial()
     say(sock, b"before")
-    proxy.latency(0.03, jitter=0.03, to="server")
+    proxy.latency(0.5, jitter=0.5, to="server")
     delays: list[float] = []
-    for _ in range(20):
+    # Each is drawn between 0 and 1 s: a busy machine makes them longer, never shorter.
+    while len(delays) < 20 and not (delays and min(delays) < 0.5 < max(delays)):
         began = time.monotonic()
         say(sock, b"x")
         delays.append(time.monotonic() - began)
-    # Each is drawn between 0 and 60 ms: a busy machine makes them longer, never shorter.
-    assert min(delays) < 0.03 < max(delays)
+    assert min(delays) < 0.5 < max(delays)
 
 
 def test_what_is_under_way_arrives_when_the_latency_ends(proxy: ChaosProxy, dial: Dial) -> None:
