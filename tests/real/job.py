@@ -140,6 +140,13 @@ def kill(marker: str) -> None:
             continue
 
 
+def end_of(process: subprocess.Popen[bytes], marker: str) -> None:
+    """Leave nothing of a job whose launcher has not ended, since its test has failed."""
+    if process.poll() is None:
+        kill(marker)
+        process.wait()
+
+
 def left_behind(marker: str) -> list[str]:
     """What is left of a job whose launcher has ended, after a moment for the last one to be
     gone.

@@ -4,7 +4,6 @@ goes on.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from .job import run_job
-from .test_supervision import said, wait_for
+from .test_supervision import events, said, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -96,12 +95,8 @@ def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
         process.send_signal(signal.SIGUSR2)
-        found = tmp_path / "rallypoint" / "runs" / "latest" / "events.jsonl"
         wait_for(
-            lambda: any(
-                json.loads(line)["what"] == "signal-received"
-                for line in found.read_text().splitlines()
-            ),
+            lambda: any(e["what"] == "signal-received" for e in events(tmp_path)),
             "it came",
             process,
         )

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from .conftest import Run, Write
-from .job import DEADLINE, environment, left_behind
+from .job import DEADLINE, end_of, environment, left_behind
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
@@ -410,15 +410,18 @@ def on_terminal(
     )  # fmt: skip
     os.close(theirs)
     shown, end = b"", time.monotonic() + DEADLINE
-    while time.monotonic() < end:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # EIO: nobody has the terminal open any more
-            break
-        shown += data
-        react(shown, ours)
-    os.close(ours)
-    status = process.wait(DEADLINE)
+    try:
+        while time.monotonic() < end:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # EIO: nobody has the terminal open any more
+                break
+            shown += data
+            react(shown, ours)
+        status = process.wait(DEADLINE)
+    finally:
+        os.close(ours)
+        end_of(process, str(folder))
     assert left_behind(str(folder)) == []
     return status, shown.decode()
 

@@ -31,7 +31,7 @@ def events(state: Path) -> list[dict[str, Any]]:
     """What has happened so far in the job that writes below `state`."""
     found = list((state / "rallypoint" / "runs").glob("*-*/events.jsonl"))
     return (
-        [json.loads(line) for line in found[0].read_text().splitlines() if line.endswith("}")]
+        [json.loads(line) for line in found[0].read_text().splitlines(True) if line.endswith("\n")]
         if found
         else []
     )
@@ -162,10 +162,12 @@ def test_a_stranger_is_not_signalled(tmp_path: Path) -> None:
         "raise ValueError('boom')\n"
     )
     with subprocess.Popen(["sleep", "1004"], start_new_session=True) as stranger:
-        result = run_job(["-n", "2", program], state=tmp_path)
-        assert result.rc == 1, result.everything
-        assert stranger.poll() is None
-        stranger.kill()
+        try:
+            result = run_job(["-n", "2", program], state=tmp_path)
+            assert result.rc == 1, result.everything
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
 
 
 def test_an_exception_on_one_rank(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from rallypoint.host.signals import ATTENTION_SIGNAL
 from rallypoint.launcher.agent.template_messages import IMPORT_PATIENCE
 
 from .conftest import Run, Write
-from .job import DEADLINE, MARKER, RALLYPOINT, environment, left_behind
+from .job import DEADLINE, MARKER, RALLYPOINT, end_of, environment, left_behind
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
@@ -449,16 +449,19 @@ def typed_at_the_prompts(
     )  # fmt: skip
     os.close(theirs)
     shown, until, waiting = b"", time.monotonic() + DEADLINE, list(answers)
-    while time.monotonic() < until:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # EIO: nobody has the terminal open any more
-            break
-        shown += data
-        if waiting and shown.count(b"(Pdb) ") > len(answers) - len(waiting):
-            os.write(ours, waiting.pop(0) + b"\n")
-    os.close(ours)
-    status = process.wait(DEADLINE)
+    try:
+        while time.monotonic() < until:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # EIO: nobody has the terminal open any more
+                break
+            shown += data
+            if waiting and shown.count(b"(Pdb) ") > len(answers) - len(waiting):
+                os.write(ours, waiting.pop(0) + b"\n")
+        status = process.wait(DEADLINE)
+    finally:
+        os.close(ours)
+        end_of(process, str(folder))
     assert left_behind(str(folder)) == []
     # The row of the start had been wiped out together with the prompt, which then was not seen.
     assert b"\x1b[2K" not in shown[shown.find(b"(Pdb) ") :], shown

@@ -25,6 +25,7 @@ from .job import (
     SCRIPTS,
     TORCHRUN,
     Result,
+    end_of,
     environment,
     left_behind,
     run_job,
@@ -716,15 +717,18 @@ def on_terminal(
     os.close(theirs)
     os.write(ours, typed)
     shown = b""
-    while True:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # EIO: the last one who had it open has closed it
-            break
-        if not data:
-            break
-        shown += data
-    rc = process.wait(DEADLINE)
+    try:
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # EIO: the last one who had it open has closed it
+                break
+            if not data:
+                break
+            shown += data
+        rc = process.wait(DEADLINE)
+    finally:
+        end_of(process, marker)
     assert left_behind(marker) == []
     return Result(rc, shown.decode(errors="replace"), "", 0.0, state)
 
