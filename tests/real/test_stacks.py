@@ -394,16 +394,19 @@ def test_who_comes_when_few_descriptors_are_left_is_sent_away(
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_job_that_is_being_stopped_does_not_stall(tmp_path: Path, write: Write) -> None:
-    """Its ranks stand still within the grace, and somebody asks where."""
+    """Its ranks stand still within the grace, and somebody asks where. Before, they move: a first
+    question may take longer than a stall.
+    """
     script = write(
         "deaf.py",
-        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)\n",
+        "import signal, time\nheard = []\nsignal.signal(signal.SIGINT, lambda *_: heard.append(1))\n"
+        "while not heard: time.sleep(0.01)\ntime.sleep(1000)\n",
     )
 
     def act(process: subprocess.Popen[bytes]) -> None:
-        wait_for_sentence(tmp_path, "rank 0 is at deaf.py:3")
+        wait_for_sentence(tmp_path, "rank 0 is at deaf.py:4")
         process.send_signal(signal.SIGINT)
-        found = wait_for_sentence(tmp_path, "rank 0 is at deaf.py:3")
+        found = wait_for_sentence(tmp_path, "rank 0 is at deaf.py:5")
         wait_for(
             lambda: '"stop-sent"' in (Path(found.run_dir) / "events.jsonl").read_text(),
             lambda: "it is being stopped",

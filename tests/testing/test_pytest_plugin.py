@@ -40,9 +40,9 @@ def test_each_test_has_a_store_of_its_own_and_nothing_is_left(
     (tmp_path / "conftest.py").write_text(
         "import os, threading\n"
         "def pytest_runtest_logfinish(nodeid):\n"
-        "    sockets = [name for name in os.listdir('/proc/self/fd') if 'socket' in _link(name)]\n"
         "    ours = [one for one in threading.enumerate() if one.name.startswith('rallypoint')]\n"
         "    for one in ours: one.join(10)  # what close() has told to end may still be on its way out\n"
+        "    sockets = [name for name in os.listdir('/proc/self/fd') if 'socket' in _link(name)]\n"
         "    left = [one.name for one in ours if one.is_alive()]\n"
         "    assert (sockets, left) == ([], []), (sockets, left)\n"
         "def _link(name):\n"

@@ -171,7 +171,7 @@ OUTCOMES = """
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
-    @pytest.mark.ranks(2, timeout=1)
+    @pytest.mark.ranks(2, timeout=3)  # in which both come to their line
     def test_hang():
         time.sleep(60)
 
