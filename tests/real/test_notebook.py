@@ -23,9 +23,17 @@ nbformat: Any = pytest.importorskip("nbformat")
 nbclient: Any = pytest.importorskip("nbclient")
 jupyter_client: Any = pytest.importorskip("jupyter_client")
 pytest.importorskip("ipykernel")
+Config: Any = pytest.importorskip("traitlets.config").Config
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 DEADLINE = 100.0  # seconds for a cell; the slowest imports torch twice
+
+
+def by_files(folder: Path) -> dict[str, str]:
+    """Where a kernel is reached. Its ports are free when they are chosen; another test may have one
+    a second later, when the kernel binds it.
+    """
+    return {"transport": "ipc", "ip": str(folder / "kernel")}
 
 
 def said(cell: Any) -> str:
@@ -48,6 +56,7 @@ def test_the_example(tmp_path: Path) -> None:
         notebook,
         timeout=DEADLINE,
         kernel_name="python3",
+        config=Config({"KernelManager": by_files(tmp_path)}),
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -70,10 +79,12 @@ def test_the_example(tmp_path: Path) -> None:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    manager, client = jupyter_client.manager.start_new_kernel(
-        kernel_name="python3", cwd=str(tmp_path)
-    )
+    manager = jupyter_client.manager.KernelManager(kernel_name="python3", **by_files(tmp_path))
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.client()
+    client.start_channels()
     try:
+        client.wait_for_ready(timeout=DEADLINE)
         yield manager, client
     finally:
         client.stop_channels()
