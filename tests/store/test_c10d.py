@@ -884,7 +884,7 @@ def test_a_process_that_stood_still_goes_on(
     child = os.fork()
     if child == 0:
         try:
-            store = rallypoint.connect(server.address, secret=server.secret, ttl=0.3).c10d()
+            store = rallypoint.connect(server.address, secret=server.secret, ttl=1.0).c10d()
             store.get("a")
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0 if [tried(store.get, "a") for _ in range(2)] == [b"1", b"1"] else 3)

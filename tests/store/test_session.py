@@ -432,7 +432,7 @@ def test_who_waits_for_long_says_by_itself_that_it_lives(server: Server) -> None
 
 def test_connections_that_nobody_uses_are_few(server: Server) -> None:
     """A burst of threads opens as many; one that works alone afterwards needs them no more."""
-    with rallypoint.connect(server.address, secret=server.secret, ttl=0.6, timeout=LONG) as store:
+    with rallypoint.connect(server.address, secret=server.secret, ttl=1.5, timeout=LONG) as store:
         join = start(
             *(lambda index=index: store.wait(f"k{index}", timeout=LONG) for index in range(20))
         )
