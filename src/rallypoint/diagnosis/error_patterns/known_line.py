@@ -37,4 +37,5 @@ def line(
     signal: int = 0,
     code: int = 0,
 ) -> KnownLine:
+    """Make a line of a table from the text of its pattern."""
     return KnownLine(word, re.compile(words), sign, by, first, signal, code)

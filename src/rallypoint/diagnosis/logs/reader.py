@@ -51,7 +51,7 @@ from rallypoint.diagnosis.logs.traceback_blocks import (
 )
 
 MOST_SPOKEN = 100
-"""Lines of unknown words among these; the first ones are shown."""
+"""Lines of unknown words that are kept of one log; the first ones are shown."""
 
 # lines after "Exception ignored in:" in which the traceback of that begins; others may write
 # between them
