@@ -452,10 +452,13 @@ def test_a_storm_of_signals_leaves_no_lock_behind(lock: RecordLock) -> None:
             nonlocal raised
             if stormy and chance.random() < 0.5:
                 raised += 1
+                if raised % 2:  # a second one comes while what the first broke off is undone
+                    signal.setitimer(signal.ITIMER_REAL, 0.000001 + chance.random() * 0.00002)
                 raise Interrupted
 
         with alarm(handler, 1.0):
             for turn in range(3000):
+                signal.setitimer(signal.ITIMER_REAL, 0.0)  # the last turn's would be a third
                 try:
                     stormy = True
                     signal.setitimer(signal.ITIMER_REAL, 0.000005 + chance.random() * 0.00004)

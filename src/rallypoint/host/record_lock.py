@@ -128,8 +128,7 @@ class RecordLock:
         """Note that no thread of this process holds it or asks for it."""
         self._inside: set[int] = set()  # threads that hold it or are in `acquire`
         self._owner = 0  # the thread that holds it, from a moment after it has it
-        # what a release writes where the holder stands; None: nothing to be written
-        self._former: bytes | None = None
+        self._former: bytes | None = None  # what a release writes where the holder stands
         self._in_parent = False
 
     @classmethod
@@ -205,7 +204,13 @@ class RecordLock:
             self._owner = me
             return True
         except BaseException:
-            self._end_after_all()
+            # Not in a method: a second handler may raise at its entry. That error is dropped.
+            while True:
+                try:
+                    self._end()
+                    break
+                except BaseException:
+                    continue
             raise
 
     def _lock_mutex(self, until: float) -> bool:
@@ -266,21 +271,16 @@ class RecordLock:
         try:
             self._end()
         except BaseException:
-            self._end_after_all()
+            while True:
+                try:
+                    self._end()
+                    break
+                except BaseException:
+                    continue
             raise
 
-    def _end_after_all(self) -> None:
-        """Undo `acquire` while an exception, perhaps of a signal handler, is on its way; a second
-        one at this moment is dropped."""
-        while True:
-            try:
-                return self._end()
-            except BaseException:
-                continue
-
     def _end(self) -> None:
-        """Undo whatever was done of `acquire`, in an order that may be broken off anywhere and
-        called again."""
+        """Undo what was done of `acquire`, in an order that may be broken off and called again."""
         if self._has_mutex():
             if self._former is not None:
                 self._write(_HOLDER_AT, _NOBODY if self.left is None else self._former)
