@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rallypoint.host import process_status, processes
+from rallypoint.host import process_status, processes, system_calls
 
 MARKER = f"RALLYPOINT_JOB=test-of-processes-{os.getpid()}"
 
@@ -124,6 +125,39 @@ def test_the_family_is_found_by_marker_and_by_session(child: subprocess.Popen[by
 def test_the_family_is_ended(child: subprocess.Popen[bytes]) -> None:
     assert processes.kill_family(MARKER.encode(), [], deadline=20) == []
     assert child.wait(20) == -signal.SIGKILL
+
+
+def test_the_family_is_ended_when_one_of_it_goes_meanwhile(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process that was reaped, and whose number is still that of a session, Linux before 6.15
+    says "invalid argument". That ended the launcher in the middle of its clean-up.
+    """
+    opened = system_calls.pidfd_open
+
+    def first_refused(pid: int) -> int:
+        monkeypatch.setattr(system_calls, "pidfd_open", opened)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(system_calls, "pidfd_open", first_refused)
+    assert processes.kill_family(MARKER.encode(), [], deadline=20) == []
+    assert child.wait(20) == -signal.SIGKILL
+
+
+def test_a_family_of_more_processes_than_descriptors_is_ended() -> None:
+    """The launcher died of "too many open files" where its ranks had left more processes than it may
+    open descriptors, and those lived on: its guard has the same limit.
+    """
+    program = """
+import resource, subprocess
+from rallypoint.host import processes
+children = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(40)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+print(processes.kill_family(b"", [child.pid for child in children], deadline=20))
+print({child.wait() for child in children})
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (told.stdout, told.stderr) == ("[]\n{-9}\n", "")
 
 
 def test_members_of_a_group_without_its_leader() -> None:

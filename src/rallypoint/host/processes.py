@@ -20,19 +20,17 @@ KILL_DEADLINE = 2.0
 """Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D
 state), which nobody can shorten."""
 
+LOOK_AGAIN = 0.1
+"""Seconds in which those that were SIGKILLed may end before others are looked for: one of them may
+not end at all."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 # Prepared once: in a forked worker every object that is made on the way writes to pages that are
 # shared until then.
 _libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
-_libc_prctl.argtypes = [
-    ctypes.c_int,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-]
+_libc_prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -59,7 +57,7 @@ def prepare_to_supervise() -> tuple[int, int]:
     _check_system_calls()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = limit
-    if soft != resource.RLIM_INFINITY and soft != hard:
+    if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     signal.signal(
         signal.SIGCHLD, signal.SIG_DFL
@@ -199,18 +197,14 @@ def kill_family(
             return living
         held: list[int] = []
         for one in living:
-            try:
-                pidfd = system_calls.pidfd_open(one.pid)
-            except (
-                ProcessLookupError,
-                FileNotFoundError,
-            ):  # FileNotFoundError: the number is a thread's by now
-                continue
-            held.append(pidfd)
-            again = process_status.status(one.pid)
-            if again is not None and again.started == one.started:
-                send(pidfd, signal.SIGKILL)
-        wait_for_ends(held, until - time.monotonic())
+            # It is gone, whatever the kernel calls that (EINVAL before Linux 6.15, where its number
+            # is still a session's); or no descriptor is left, and it has its turn at a later look.
+            with contextlib.suppress(OSError):
+                held.append(system_calls.pidfd_open(one.pid))
+                again = process_status.status(one.pid)
+                if again is not None and again.started == one.started:
+                    send(held[-1], signal.SIGKILL)
+        wait_for_ends(held, min(LOOK_AGAIN, until - time.monotonic()))
         for pidfd in held:
             os.close(pidfd)
 

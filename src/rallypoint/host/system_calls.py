@@ -39,8 +39,8 @@ def _ask(number: int, *arguments: object) -> int:
     return answer
 
 
-def _pidfd_open(pid: int, flags: int = 0) -> int:
-    return _ask(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(flags))
+def _pidfd_open(pid: int) -> int:
+    return _ask(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
 
 
 def _pidfd_send_signal(pidfd: int, number: int) -> None:

@@ -148,7 +148,7 @@ def _listen(sock: socket.socket, charges: _Charges) -> bool:
 
 def _clean_up(charges: _Charges, marker: bytes) -> None:
     # The template last: what the ranks have left without a parent is found beneath it.
-    template = charges.template if charges.processes.get(charges.template) is not None else 0
+    template = charges.template if charges.template in charges.processes else 0
     alive = len(charges.processes)
     for pid, pidfd in charges.processes.items():
         if pid != template:

@@ -111,7 +111,7 @@ def _held(handles: Iterable[RankHandle]) -> OwnedFds:
 
 def _opened(pids: Iterable[int]) -> OwnedFds:
     pidfds = OwnedFds()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+    for pid in [*pids]:  # to find them takes descriptors, too
+        with contextlib.suppress(OSError):  # gone, or no descriptor is left: SIGKILL comes later
             pidfds.add(system_calls.pidfd_open(pid))
     return pidfds

@@ -163,7 +163,7 @@ class RankEndings:
         job, host = self._job, self._job.attempt.host
         spared = [job.helpers.guard.pid]
         if not also_helpers:
-            spared += [job.template.pid, *([host.pid] if host and host.pid else [])]
+            spared += [job.template.pid, *([host.pid] if host else [])]
         ancestor = job.template.pid
         if job.template.pidfd < 0:  # it has ended, and left us what was beneath it
             ancestor = 0 if self._adopts_strangers else os.getpid()
