@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Run, Write
+from .job import Result
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
@@ -133,6 +134,37 @@ def test_a_file_that_a_killed_run_left(run: Run, write: Write, tmp_path: Path) -
     assert "given at train.py:5" in result.report
     assert f"rm {meeting}" in result.report
     assert "Traceback" not in result.err, result.everything
+
+
+def test_a_file_of_a_node_that_was_ready_long_before(
+    run: Run, write: Write, tmp_path: Path, port: int
+) -> None:
+    """The second node's template has a slow module to import. Its ranks took the file that rank 0
+    had made for one of an earlier run, since it was older than their own start.
+    """
+    meeting, key = tmp_path / "meeting", tmp_path / "key"
+    key.write_text("a secret of this test's own\n")
+    key.chmod(0o600)
+    program = write("train.py", BY_METHOD)
+    write(
+        "slow.py",
+        "import os, time\n"
+        "while not os.environ.get('RANK') and not os.path.exists('meeting'): time.sleep(0.01)\n"
+        "time.sleep(0.1)\n",
+    )
+    job = ["--nnodes", "2", "--secret-file", str(key), "--rdzv-backend", "c10d"]
+    job += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+    words = [str(program), f"file://{meeting}"]
+    nodes: list[Result] = []
+
+    def second(process: subprocess.Popen[bytes]) -> None:
+        nodes.append(run(*job, "--preload", "slow", *words, cwd=tmp_path))
+
+    nodes.append(run(*job, *words, cwd=tmp_path, act=second))
+    for node in nodes:
+        assert (node.rc, node.report) == (0, ""), node.everything
+    said = sorted(line for node in nodes for line in node.lines)
+    assert said == ["[0] rank 0: 2", "[1] rank 1: 2"]
 
 
 # --- meeting points that cannot work

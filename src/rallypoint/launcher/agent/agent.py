@@ -251,7 +251,7 @@ class Agent:
         self.job = job = Job(
             plan,
             self._loop,
-            Attempt(plan, seat, began=clock.wall(), ignored=self._ignored),
+            Attempt(plan, seat, began=clock.started, ignored=self._ignored),
             decider,
             self._do,
             helpers=self._helpers,
@@ -437,6 +437,7 @@ class Agent:
         self.job.endings.end_leftovers(self._hurries() if action.gently else None)
         self.job.attempt.release()
         self._loop.forget_all_but(*LASTING)
+        self.job.starter.began = self._loop.clock.wall()
         # Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S,
         # Ctrl-Z) loses nothing.
         while (

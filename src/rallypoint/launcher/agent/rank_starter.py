@@ -53,6 +53,9 @@ class RankStarter:
         self._held = held
         self._place = place
         self._seat: Seat | None = job.seat  # for the next attempt; None: the same again
+        # wall clock before which no rank of the next attempt was started on any node: another one's
+        # template may be ready long before this one's
+        self.began = job.loop.clock.started
         self.noticed = False  # a notice came (`--notice-signal`)
         self.ahead = 0  # orders that the template has not answered
         self._orders: Iterator[Order] = iter(())
@@ -70,9 +73,11 @@ class RankStarter:
         self.close_store("the job was started again, with a new store")
         self.close_attempt()
         payload = job.request.payload if job.request is not None else ()
-        began = job.loop.clock.wall()
-        seat, self._seat = self._seat or _again(job.seat, number), None
-        job.attempt = Attempt(job.plan, seat, began=began, ignored=self._ignored, payload=payload)
+        same = msgspec.structs.replace(job.seat, attempt=number, master_port=0)
+        seat, self._seat = self._seat or same, None
+        job.attempt = Attempt(
+            job.plan, seat, began=self.began, ignored=self._ignored, payload=payload
+        )
         if job.request is not None and number:
             job.request.tell(Restarted(number))
         job.rendezvous.begin()
@@ -257,8 +262,3 @@ class RankStarter:
         self.stop()
         for handle in self._job.ranks:
             handle.sent.append("SIGKILL")
-
-
-def _again(seat: Seat, attempt: int) -> Seat:
-    """Return the same seat for another attempt, before its meeting point is held."""
-    return msgspec.structs.replace(seat, attempt=attempt, master_port=0)
