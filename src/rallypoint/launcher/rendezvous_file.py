@@ -161,6 +161,7 @@ def wait_for_disk(
     def visit() -> None:
         ask(folder)
 
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap the child
     child = processes.in_child(visit)
     pidfd = system_calls.pidfd_open(child)
     try:
