@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -611,6 +612,24 @@ def test_shared_memory_of_a_rank_that_is_stopped_is_unlinked(tmp_path: Path) -> 
     blocks = [path.read_text() for path in sorted(tmp_path.glob("block*"))]
     assert len(blocks) == 2
     assert not any(Path("/dev/shm", name).exists() for name in blocks)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_ranks_for_which_the_template_has_no_descriptors(tmp_path: Path) -> None:
+    """The launcher raises its own limit, the template has that of the ranks. It died of its own
+    words about that, with a traceback and exit status 70.
+    """
+    program = tmp_path / "train.py"
+    program.write_text("import time\ntime.sleep(1000)\n")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    result = run_job(
+        ["-n", "16", program],
+        state=tmp_path,
+        before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, most)),
+    )
+    assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
+    assert "could not be started: Too many open files" in result.report, result.everything
+    assert "Traceback" not in result.err, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -265,7 +265,7 @@ class _Template:
     def _start(
         self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]
     ) -> Callable[[], None] | None:
-        why, number, pid = "", 0, -1
+        why, number, pid, began = "", 0, -1, 0.0
         parent = os.getpid()
         try:
             why = unclean() if self._setup.imports else ""
