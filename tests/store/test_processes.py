@@ -110,6 +110,23 @@ def test_a_fork_works_where_warnings_are_errors(server: Server) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
 
 
+CLOSES = """
+import os, sys
+import rallypoint
+
+store = rallypoint.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]))
+store["before"] = 1
+os.closerange(3, 4096)
+store["after"] = 2
+print(store["before"], store["after"])
+"""
+
+
+def test_a_program_that_closes_all_descriptors_gets_another_connection(server: Server) -> None:
+    """As daemons do. The next call failed with "bad file descriptor"."""
+    assert output_of(CLOSES, server.address, server.secret.hex()) == ["1 2"]
+
+
 @pytest.mark.filterwarnings(
     "ignore:This process:DeprecationWarning"
 )  # that it has threads: that is what is tried

@@ -227,7 +227,8 @@ def look(root: str = "/") -> Look:
     newer = "compat" in os.environ.get("LD_LIBRARY_PATH", "") or os.path.isdir(
         os.path.join(root, "usr/local/cuda/compat")
     )
-    return Look(tuple(devices), driver, _cuda_of(driver), hidden=hidden, newer=newer)
+    cuda = next((str(cuda) for least, cuda in _CUDA_OF_DRIVER if _major(driver) >= least), "")
+    return Look(tuple(devices), driver, cuda, hidden=hidden, newer=newer)
 
 
 def _instances(folder: str) -> int:
@@ -238,10 +239,6 @@ def _instances(folder: str) -> int:
         if part.startswith("gi")
         for name in _names(os.path.join(folder, part))
     )
-
-
-def _cuda_of(driver: str) -> str:
-    return next((str(cuda) for least, cuda in _CUDA_OF_DRIVER if _major(driver) >= least), "")
 
 
 def _names(folder: str) -> list[str]:

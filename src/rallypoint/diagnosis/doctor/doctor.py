@@ -130,17 +130,17 @@ def run(
             continue
         starting(names[0])
         cause = next((broken[name] for name in check.needs if name in broken), None)
-        for finding in _carry_out(check) if cause is None else [_left_out(cause)]:
+        if cause is None:
+            found = _carry_out(check)
+        else:
+            found = [note(cause.code, f"left out: it needs what {cause.check} has found broken")]
+        for finding in found:
             if not finding.check:
                 finding = msgspec.structs.replace(finding, check=names[0])
             if finding.mark == "fault":
                 broken.setdefault(finding.check, finding)
             if finding.check in names:
                 yield finding
-
-
-def _left_out(cause: Finding) -> Finding:
-    return note(cause.code, f"left out: it needs what {cause.check} has found broken")
 
 
 def _carry_out(check: Check) -> list[Finding]:

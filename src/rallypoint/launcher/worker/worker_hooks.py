@@ -101,7 +101,8 @@ class Hooks(AgentLine):
         still hold there.
         """
         if self._control is not None:
-            self._control.close()
+            with contextlib.suppress(OSError):  # the program has closed it
+                self._control.close()
             self._control = None
         cuda.in_forked_child()
 

@@ -188,7 +188,8 @@ class Connection:
         self._dispose()
 
     def _dispose(self) -> None:
-        with self._closing:
+        # A program that closes all descriptors, as a daemon does, gets another connection.
+        with self._closing, contextlib.suppress(OSError):
             self.closed = True
             self.sock.close()
         while self._descriptors:
