@@ -314,6 +314,15 @@ def test_a_standard_output_that_is_closed(argv: list[str]) -> None:
     assert in_a_shell(argv, ">&-") == (0, "", "")
 
 
+def test_a_standard_output_that_lacks_a_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's words that the encoding of stdout has no bytes for were a fault of ours."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    argv = ["run", "--fresh", "--dry-run", __file__, "gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n"]
+    status, out, err = in_a_shell(argv, "")
+    assert (status, err) == (0, "")
+    assert "gr\\xfcn" in out
+
+
 @pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
 def test_a_reader_that_goes_away_makes_no_noise(argv: list[str]) -> None:
     """A shell's status for SIGPIPE, when the reader is gone for certain before anything is

@@ -26,8 +26,9 @@ def write_out(text: str) -> None:
     """
     if not sys.stdout:
         return
+    encoding = sys.stdout.encoding or "utf-8"  # a locale's may lack letters of a rank's words
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         raise

@@ -254,7 +254,10 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     try:
         found = os.fstat(fd)
         content = os.read(fd, SECRET_FILE_BYTES) if stat.S_ISREG(found.st_mode) else b""
-        _check_file(path, shown, found, content, mounted=_is_mounted_secret(fd, found))
+        # root's, and nobody can change it here: the mounted secret of a container, which a process
+        # that is not root reads as one of the file's group
+        mounted = found.st_uid == 0 and bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
+        _check_file(path, shown, found, content, mounted=mounted)
     except OSError as error:
         raise _unreadable(shown, os.strerror(error.errno or 0)) from error
     finally:
@@ -294,12 +297,6 @@ def _private(path: str, content: bytes) -> Advice:
             _MAKE_ONE[1],
         ),
     )
-
-
-def _is_mounted_secret(fd: int, found: os.stat_result) -> bool:
-    """Return whether a file is root's and nobody can change it here: the mounted secret of a
-    container, which a process that is not root reads as one of the file's group."""
-    return found.st_uid == 0 and bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY)
 
 
 def _check_file(
