@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.launcher.sizes import LONGEST_WAIT
+
 from .lines import parse, refused
 
 
@@ -45,6 +47,13 @@ def test_ours() -> None:
         "json",
         True,
     )
+
+
+def test_a_time_beyond_what_the_kernel_waits_is_the_longest() -> None:
+    """A grace of 1e9 s, for one without an end, was an OverflowError when the job ended."""
+    wanted = parse("--grace 1e9 --stall 1e300 train.py")
+    assert (wanted.grace, wanted.stall) == (LONGEST_WAIT, LONGEST_WAIT)
+    assert LONGEST_WAIT * 1000 < 1 << 31
 
 
 def test_grace_has_three_names() -> None:

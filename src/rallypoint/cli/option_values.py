@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 
 from rallypoint.errors import UsageError
-from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE
+from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, LONGEST_WAIT
 
 ALIKE = 0.7
 """Likeness of two names by difflib's measure: one letter left out, doubled or swapped gives 0.8 and
@@ -75,7 +75,7 @@ def read_seconds(text: str) -> float:
         raise ValueError("is not a number of seconds") from None
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError("is not a number of seconds from 0 up")
-    return seconds
+    return min(seconds, LONGEST_WAIT)
 
 
 def read_patience(text: str) -> float:

@@ -26,7 +26,7 @@ from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.host.processes import working_folder
 from rallypoint.launcher import nested_launch
 from rallypoint.launcher.launch import agent_pool
-from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, threads_of_a_rank
+from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, LONGEST_WAIT, threads_of_a_rank
 
 if TYPE_CHECKING:
     from rallypoint.launcher.launch.agent_pool import PooledAgent
@@ -318,7 +318,7 @@ def _seconds(name: str, given: Any) -> float | None:
         return None
     from rallypoint.store.client.arguments import positive
 
-    return positive(name, given)
+    return min(positive(name, given), LONGEST_WAIT)
 
 
 def environment_of_ranks(env: Mapping[str, str | None] | None, nproc: int) -> dict[str, str]:

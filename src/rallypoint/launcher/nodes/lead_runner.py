@@ -93,7 +93,8 @@ class LeadRunner:
         self._clock = clock
         self._failed = failed
         self._wildcard = claim.held.host
-        self.place = (_own_address(claim.held.host), claim.held.port)
+        own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._wildcard, self._wildcard)
+        self.place = (own, claim.held.port)  # by which this machine reaches it
         self._held: dict[int, tuple[HeldPort, HeldPort]] = {}
         self._holding = threading.Lock()
         self._id = applicant.id
@@ -394,8 +395,3 @@ def looked(look: Looking, timeout: float) -> Look:
         case "refused" | "silent" | "unreachable" as outcome:
             return outcome
     return "dropped"
-
-
-def _own_address(listens_on: str) -> str:
-    """Return the address by which this machine reaches a listener of its own."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listens_on, listens_on)
