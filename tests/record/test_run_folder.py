@@ -266,6 +266,18 @@ def test_twice_in_one_process_is_refused_too(tmp_path: Path, said: list[str]) ->
     folder.close()
 
 
+def test_a_folder_that_became_a_file_is_given_back(tmp_path: Path, said: list[str]) -> None:
+    """Its lock stayed: a program that calls `launch` could not use that place again."""
+    path = tmp_path / "run"
+    folder = open_run_folder(str(path), "one", said.append, asked_for=True)
+    shutil.rmtree(path)
+    path.touch()
+    folder.close()
+    path.unlink()
+    open_run_folder(str(path), "two", said.append, asked_for=True).close()
+    assert said == []
+
+
 def test_the_last_runs_are_kept_and_only_runs_of_ours_are_removed(
     tmp_path: Path, said: list[str], other_launcher: subprocess.Popen[str]
 ) -> None:

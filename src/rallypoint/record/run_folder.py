@@ -150,7 +150,7 @@ class RunFolder:
         if self._listed:
             with contextlib.suppress(OSError):
                 os.unlink(self._listed)
-        with contextlib.suppress(FileNotFoundError):  # the user removed the folder meanwhile
+        with contextlib.suppress(OSError):  # the folder was removed, or its disk takes nothing more
             os.unlink(self.file("running"))
         os.close(lock)
 

@@ -152,7 +152,7 @@ class Loop:
         """Make the loop look around."""
         try:
             os.eventfd_write(self._wake, 1)
-        except (BlockingIOError, OSError):  # awake for a long time already, or closed
+        except OSError:  # awake for a long time already, or closed
             pass
 
     def adopt(self, sock: socket.socket) -> None:
