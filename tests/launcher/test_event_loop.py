@@ -36,6 +36,19 @@ def test_what_is_due_is_called_once_with_the_time(loop: Loop, clock: ManualClock
     assert called == [("soon", 1.5), ("late", 6.5)]
 
 
+def test_what_is_due_in_years_keeps_nothing_waiting(loop: Loop) -> None:
+    """epoll refuses more than 24 days."""
+    called: list[str] = []
+    reader, writer = os.pipe()
+    loop.watch(reader, lambda: called.append(os.read(reader, 1).decode()))
+    loop.at("overdue", 1e12, lambda now: called.append("overdue"))
+    os.write(writer, b"x")
+    loop.turn()
+    assert called == ["x"]
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_later_call_replaces_and_by_keeps_what_is_earlier(loop: Loop) -> None:
     loop.at("one", 1.0, lambda now: None)
     loop.at("one", 2.0, lambda now: None)

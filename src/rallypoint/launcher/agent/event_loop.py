@@ -84,7 +84,8 @@ class Loop:
     def turn(self) -> None:
         """Wait until something is readable or due, and call for all that is."""
         soonest = min((when for when, _ in self._timers.values()), default=None)
-        timeout = None if soonest is None else max(0.0, soonest - self.now)
+        # a call of `launch` may have years; epoll counts milliseconds in 31 bits
+        timeout = None if soonest is None else max(0.0, min(soonest - self.now, 1e6))
         ready = [(fd, self._sources.get(fd)) for fd, _ in self._epoll.poll(timeout)]
         for fd, source in ready:
             # An earlier one of the round may have closed it, and even given its number to somebody

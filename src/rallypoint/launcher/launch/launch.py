@@ -295,7 +295,7 @@ def _times(timeout: Any, grace: Any) -> tuple[float | None, float | None]:
                 ),
             ),
         )
-    return whole, part
+    return whole, part and min(part, LONGEST_WAIT)
 
 
 def _ports(given: Any) -> tuple[int, int] | None:
@@ -318,7 +318,7 @@ def _seconds(name: str, given: Any) -> float | None:
         return None
     from rallypoint.store.client.arguments import positive
 
-    return min(positive(name, given), LONGEST_WAIT)
+    return positive(name, given)
 
 
 def environment_of_ranks(env: Mapping[str, str | None] | None, nproc: int) -> dict[str, str]:
