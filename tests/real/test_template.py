@@ -288,6 +288,27 @@ def test_it_may_close_every_descriptor(run: Run, write: Write) -> None:
     assert (result.rc, result.out, result.err) == (0, "closed\n", ""), result.everything
 
 
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1100, reason="a rank may have too few files"
+)
+@pytest.mark.usefixtures("without_torch")
+def test_it_may_close_a_thousand_descriptors_and_open_its_own(
+    run: Run, write: Write, tmp_path: Path
+) -> None:
+    """Where its ranks stood was written into one of the program's own files."""
+    program = write(
+        "train.py",
+        "import os, sys\nos.closerange(3, 1024)\n"
+        "files = [open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}-{i}', 'w') for i in range(1015)]\n"
+        "raise ValueError('bad batch')\n",
+    )
+    own = tmp_path / "own"
+    own.mkdir()
+    result = run("-n", "2", program, own)
+    assert (result.rc, result.codes, result.out) == (1, ["rank-raised"], ""), result.everything
+    assert [path for path in own.iterdir() if path.stat().st_size] == []
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_developers_mode_hears_nothing_of_us(run: Run, write: Write) -> None:
     program = write("train.py", "import gc\ngc.collect()\nprint('fine')\n")

@@ -40,7 +40,7 @@ _OPENBLAS_SETTERS = (  # by how it was built: scipy's prefix, 64-bit suffix
     "scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads64_", "openblas_set_num_threads",
 )  # fmt: skip
 
-HIGH_DESCRIPTOR = 1024  # what programs that close all descriptors go up to
+HIGH_DESCRIPTOR = 1040  # programs that close all descriptors go up to 1024
 
 # Objects that live as long as the process: the evidence file behind faulthandler.
 _keep: list[object] = []
