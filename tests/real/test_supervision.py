@@ -629,6 +629,7 @@ def test_ranks_for_which_the_template_has_no_descriptors(tmp_path: Path) -> None
     )
     assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
     assert "could not be started: Too many open files" in result.report, result.everything
+    assert "ulimit -a; cat /sys/fs/cgroup/pids.max" in result.report, result.everything
     assert "Traceback" not in result.err, result.everything
 
 

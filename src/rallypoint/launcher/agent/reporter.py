@@ -222,7 +222,7 @@ class Reporter:
         reason = message.unclean or os.strerror(message.errno)
         who = f"rank {message.rank}" if message.rank >= 0 else "the c10d host"
         helps = (
-            (Help("look at the limits on processes and memory", "ulimit -a"),)
+            (Help("look at the limits", "ulimit -a; cat /sys/fs/cgroup/pids.max"),)
             if message.errno
             else ()
         )
