@@ -555,9 +555,19 @@ def _stops(log: Findings) -> list[Sighting]:
         or log.has_failed(s)
         or classify.is_consequence(s.error)
     ]
-    stops = [s for s in stops if not slurm_words.cancelled_for_no_reason(s.text)] or stops
+    # Slurm's signal is no reason, nor is the launcher's word of it
+    sent = SIGTERM if any(slurm_words.is_stop(s.text) for s in stops) else inf
+    stops = [s for s in stops if s.end.by or s.end.signal != sent] or stops
     stops = [s for s in stops if not answers(s, failures) and not slurm_words.is_by_srun(s.text)]
-    stops.sort(key=lambda s: (s.place.line, s.end == NOT_ENDED))
+    # a scheduler may have sent what stands above its own words
+    stops.sort(
+        key=lambda s: (
+            not s.end.by,
+            not slurm_words.is_stop(s.text),
+            s.place.line,
+            s.end == NOT_ENDED,
+        )
+    )
     failed = [s for s in stops if s.end.by == "NODE FAILURE"]
     # Without `host`, the line is of the step's end and has only the node of its first task.
     return [s for s in failed if s.end.host] or stops if failed[:1] == stops[:1] else stops

@@ -171,7 +171,7 @@ MOST_SPOKEN = 4  # lines in words that are not known that a report shows
 _MORE_TIME = {
     "salloc": ("Slurm", "salloc --time=2-00:00:00"),
     "exceeded": ("PBS", "#PBS -l walltime=48:00:00"),
-    "LSF": ("LSF", "#BSUB -W 48:00"),
+    "TERM_": ("LSF", "#BSUB -W 48:00"),
     "user-provided": ("mpirun", "mpirun --timeout 172800"),
     "": ("Slurm", "#SBATCH --time=2-00:00:00"),
 }

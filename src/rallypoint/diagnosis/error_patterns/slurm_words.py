@@ -18,10 +18,9 @@ _OF_STOP = (
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 
 LINES = (
-    line("oom", r"Detected \d+ oom[-_]kill event", Sign.KILLED_FOR_MEMORY, "slurmstepd"),
     line(
-        "memory limit",
-        r"^slurmstepd: error: (?:.{1,60} )?[Ee]xceeded (?:job |step )?memory limit",
+        "ed ",
+        r"Detected \d+ oom[-_]kill event|^slurmstepd(?:-\S{1,60})?: error: (?:.{1,60} )?[Ee]xceeded (?:job |step )?memory limit",
         Sign.KILLED_FOR_MEMORY,
         "slurmstepd",
     ),
@@ -51,18 +50,13 @@ LINES = (
     ),
     line(
         "CANCELLED AT",
-        r"^(?:slurmstepd: )?error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+(?: DUE TO TASK FAILURE)? \*\*\*$",
+        r"^(?:slurmstepd(?:-\S{1,60})?: )?error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+(?: DUE TO TASK FAILURE)? \*\*\*$",
         Sign.INTERRUPTED,
         signal=int(signal.SIGTERM),
     ),
     *(
         line(word, "^" + word, Sign.INTERRUPTED, signal=int(signal.SIGTERM))
         for word in _OF_STOP[1:]
-    ),
-    line(
-        "execve()",
-        r"^slurmstepd: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
-        Sign.NOT_STARTED,
     ),
 )
 

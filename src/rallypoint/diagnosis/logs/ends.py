@@ -90,7 +90,12 @@ def without_the_command(ends: list[Sighting], findings: Findings) -> list[Sighti
     """Leave out how the whole command ended, by the word of the service or the shell that ran it,
     where the log says before that how a process of it failed.
     """
-    of_shell = [s for s in ends if s.end.by == "the shell" and not s.end.pid]
+    # a task of srun's may be the launcher of the ranks
+    of_shell = [
+        s
+        for s in ends
+        if (s.end.by == "the shell" and not s.end.pid) or (s.end.by == "srun" and s.end.code)
+    ]
     of_service = [s for s in ends if s.end.by == known_line.SERVICE and s.end.code]
     of_service = [s for s in of_service if s.end.rank < 0]
     sure = [s for s in ends if not s.went_on and s.end.by != known_line.ARGPARSE]

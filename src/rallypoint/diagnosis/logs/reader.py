@@ -99,6 +99,7 @@ class Reader:
         self._open: dict[str, tuple[Speaker, _Open]] = {}
         self._seen = Sightings()
         self._ranks = {speaker.rank}
+        self._tasks = False  # the labels of srun are of what started the ranks
         self._stopped: list[int] = []
         self._ignored: dict[str, int] = {}  # the last line "Exception ignored" of each process
         self._restarts: list[Place] = []
@@ -129,7 +130,7 @@ class Reader:
         self._seen.end()
         self._count_members()
         return Findings(
-            tuple(self._with_group(sighting) for sighting in self._seen.every),
+            tuple(self._named(sighting) for sighting in self._seen.every),
             self._sifter.number - 1,
             tuple(sorted(self._ranks - {-1})),
             tuple(self._stopped),
@@ -358,6 +359,7 @@ class Reader:
         end = facts if isinstance(facts, End) else NOT_ENDED
         if sign is Sign.ENDED and end.by != known_line.ARGPARSE:  # which is the program itself
             self._keep_last_words()
+        self._tasks |= end.by in launchers.OF_RANKS and speaker.mark[:-1].isdigit()
         collective = facts if isinstance(facts, Collective) else None
         if collective is not None and speaker.rank < 0:
             speaker = of_rank(ranks[0]) if ranks else self._broken
@@ -420,7 +422,9 @@ class Reader:
             place = Place(self._log, number, number)
             self._see(Sighting(Sign.SAME_RANK, place, NOBODY, words, ranks=twice))
 
-    def _with_group(self, sighting: Sighting) -> Sighting:
+    def _named(self, sighting: Sighting) -> Sighting:
+        if self._tasks and sighting.speaker.mark[:-1].isdigit():
+            sighting = msgspec.structs.replace(sighting, speaker=NOBODY)
         if sighting.collective is None or sighting.speaker.rank not in self._groups:
             return sighting
         group = self._groups[sighting.speaker.rank]
