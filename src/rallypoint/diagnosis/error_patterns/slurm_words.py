@@ -54,9 +54,11 @@ LINES = (
         Sign.INTERRUPTED,
         signal=int(signal.SIGTERM),
     ),
-    *(
-        line(word, "^" + word, Sign.INTERRUPTED, signal=int(signal.SIGTERM))
-        for word in _OF_STOP[1:]
+    line(
+        "srun: ",
+        r"^srun: (?:Job step aborted|Terminating )",
+        Sign.INTERRUPTED,
+        signal=int(signal.SIGTERM),
     ),
 )
 

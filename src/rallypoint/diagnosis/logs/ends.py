@@ -9,7 +9,7 @@ import msgspec
 
 from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.error_patterns import known_line, slurm_words
-from rallypoint.diagnosis.log_events import Findings, Place, Sighting, Sign
+from rallypoint.diagnosis.log_events import NEAR, Findings, Place, Sighting, Sign
 from rallypoint.diagnosis.logs.sighting_facts import is_worker_stopped, line_of, rank_of
 
 AFTER_STOP = 5
@@ -96,8 +96,9 @@ def without_the_command(ends: list[Sighting], findings: Findings) -> list[Sighti
         for s in ends
         if (s.end.by == "the shell" and not s.end.pid) or (s.end.by == "srun" and s.end.code)
     ]
-    of_service = [s for s in ends if s.end.by == known_line.SERVICE and s.end.code]
-    of_service = [s for s in of_service if s.end.rank < 0]
+    of_service = [
+        s for s in ends if s.end.by == known_line.SERVICE and s.end.code and s.end.rank < 0
+    ]
     sure = [s for s in ends if not s.went_on and s.end.by != known_line.ARGPARSE]
     inner = [s for s in sure if s not in of_shell]
     others = [s for s in sure if s not in of_service]
@@ -106,7 +107,10 @@ def without_the_command(ends: list[Sighting], findings: Findings) -> list[Sighti
     return [
         s
         for s in ends
-        if not (s in of_shell and any(one.stands_before(s) for one in inner))
+        if not (
+            s in of_shell
+            and any(one.stands_before(s, findings.lines if s.end.code else NEAR) for one in inner)
+        )
         and not (s in of_service and any(one.stands_before(s) for one in (*others, *told)))
     ]
 
