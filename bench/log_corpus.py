@@ -37,6 +37,7 @@ HALVES = (
     "twelfth",
     "thirteenth",
     "fourteenth",
+    "fifteenth",
     "developed",
 )
 

@@ -24,6 +24,7 @@ NAMES = {
     "twelfth": "twelfth set, excerpts, mended after its first reading",
     "thirteenth": "thirteenth set, excerpts that are right by now, mended after its first reading",
     "fourteenth": "fourteenth set, short excerpts that are right by now, mended after its first reading",
+    "fifteenth": "fifteenth set, of whole logs, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

@@ -786,6 +786,24 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "LSF stopped the job",
         ),
         (
+            "TERM_CPULIMIT: job killed after reaching LSF CPU usage limit.\n",
+            "interrupted",
+            "certain",
+            "LSF stopped the job: its time was over",
+        ),
+        (
+            "TERM_PREEMPT: job killed after preemption.\n",
+            "interrupted",
+            "certain",
+            "stopped the job",
+        ),
+        (
+            "slurmstepd-n04: error: *** STEP 7.0 ON n04 CANCELLED AT 2026-06-11T10:02:10 ***\n",
+            "interrupted",
+            "certain",
+            "Slurm stopped the job; for whom is not in the log",
+        ),
+        (
             "slurmstepd: error: execve(): ./run.sh: Permission denied\n",
             "start-failed",
             "certain",
