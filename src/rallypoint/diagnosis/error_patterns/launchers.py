@@ -51,6 +51,9 @@ def called(command: str) -> KnownLine:
     )
 
 
+# Python up to 3.10 has the name, and later ones the number.
+_SIGNAL = r"(?:(?P<signal>\d+)|Signals\.(?P<name>SIG\w+))"
+
 LINES = (
     line(
         "exitcode",
@@ -88,26 +91,44 @@ LINES = (
     # Python's number of a signal
     line("Exit code: -", r"(?:^|\] )Exit code: (?P<code>-[1-9]\d?)$", by="SGLang", first=True),
     line(
+        "this job is ",  # submitit
+        r"Caught signal (?P<name>SIG\w+) on \S+: this job is (?:preempted|timed-out)",
+        Sign.INTERRUPTED,
+    ),
+    line(
         ": error: ",
         r"^\S+: error: (?:unrecognized arguments|the following arguments are required|argument \S+):",
         by=ARGPARSE,
         code=2,
     ),
-    line(  # torchrun, by Python up to 3.10 with the name; submitit; vLLM
-        "signal",
-        r"(?:Received (?=\S+ death signal, shutting down workers)|SignalException: Process \d+ got signal: "
-        r"|Caught signal (?=\S+ on \S+: this job is (?:preempted|timed-out))"
-        r"|\[shutdown\] .{1,60} received signal=)(?:(?P<signal>\d+)|(?:Signals\.)?(?P<name>SIG\w+))",
+    line(
+        "death signal",
+        rf"Received {_SIGNAL} death signal, shutting down workers",
         Sign.INTERRUPTED,
     ),
-    line(  # Python, Flux, a container's runtime
-        ": ",
-        r"can't open file '.{1,400}': \[Errno 2\]"
-        r"|^\S*python[\d.]*: (?:No module named \S+$|Error while finding module specification for ')"
-        r"|\bstart failed: .{1,400}: (?:No such file or directory|Permission denied)$"
-        r'|exec: ".{1,400}": (?:executable file not|stat |permission)',
+    line(
+        "got signal",
+        rf"SignalException: Process \d+ got signal: {_SIGNAL}",
+        Sign.INTERRUPTED,
+    ),
+    line(
+        "received signal=",
+        r"\[shutdown\] .{1,60} received signal=(?P<name>SIG\w+)",
+        Sign.INTERRUPTED,
+    ),  # vLLM
+    line("can't open file", r"can't open file '.{1,400}': \[Errno 2\]", Sign.NOT_STARTED),
+    line("No module", r"^\S*python[\d.]*: No module named \S+$", Sign.NOT_STARTED),
+    line(
+        "ing module spec",
+        r"^\S*python[\d.]*: Error while finding module specification for '",
         Sign.NOT_STARTED,
     ),
+    line(  # Flux
+        "start failed: ",
+        r"\bstart failed: .{1,400}: (?:No such file or directory|Permission denied)$",
+        Sign.NOT_STARTED,
+    ),
+    line("exec: ", r'exec: ".{1,400}": (?:executable file not|stat |permission)', Sign.NOT_STARTED),
 )
 
 OF_RANKS = frozenset(("torchrun", "DeepSpeed", "mp.spawn", "Composer", "Paddle"))

@@ -34,15 +34,21 @@ LINES = (
         first=True,
     ),
     line(
-        "_Abort(",
-        r"(?:^In: PMI_Abort\(|application called MPI_Abort\(\S+, )(?P<code>-?\d+)(?:, |\) - process (?P<rank>\d+))",
+        "time limit for job execution",  # mpirun --timeout
+        r"^ *The user-provided time limit for job execution has been",
+        Sign.INTERRUPTED,
+        "TIME LIMIT",
+    ),
+    line(
+        "MPI_Abort(",
+        r"application called MPI_Abort\(\S+, (?P<code>-?\d+)\) - process (?P<rank>\d+)",
         by="MPI",
         first=True,
     ),
+    line("PMI_Abort(", r"^In: PMI_Abort\((?P<code>\d+), ", by="MPI", first=True),
     line(
-        "exec",  # Slurm, too
-        r"execvp error on file .{1,400} \((?:No such file or directory|Permission denied)\)"
-        r"|^slurmstepd(?:-\S{1,60})?: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
+        "execvp error",
+        r"execvp error on file .{1,400} \((?:No such file or directory|Permission denied)\)",
         Sign.NOT_STARTED,
     ),
     line(

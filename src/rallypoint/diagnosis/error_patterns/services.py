@@ -36,20 +36,35 @@ LINES = (
         "PBS",
     ),
     line(
-        "memory",
-        r"\bThe replica [\w-]+(?: \d+)? ran out-of-memory and exited"
-        r"|Out of memory: Kill(?:ed)? process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process \d+",
+        "ut of memory",
+        r"Out of memory: Kill(?:ed)? process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process \d+",
         Sign.KILLED_FOR_MEMORY,
         "the kernel",
     ),
     line(
-        "emory",
+        "emory ",
         r"exceeds the memory usage threshold.{0,40} Ray killed this worker"
-        r"|Memory on the node \(IP: [^)]{1,120}\) (?:where|was) "
-        r"|(?<!\b0 Workers \(tasks / actors\) )killed due to memory pressure \(OOM\)"
-        r"|\bWorker exit detail: Task was killed due to the node running low on memory",
+        r"|Memory on the node \(IP: [^)]{1,120}\) (?:where|was) ",
         Sign.KILLED_FOR_MEMORY,
         "Ray",
+    ),
+    line(
+        "memory pressure",
+        r"(?<!\b0 Workers \(tasks / actors\) )killed due to memory pressure \(OOM\)",
+        Sign.KILLED_FOR_MEMORY,
+        "Ray",
+    ),
+    line(
+        "low on memory",
+        r"\bWorker exit detail: Task was killed due to the node running low on memory",
+        Sign.KILLED_FOR_MEMORY,
+        "Ray",
+    ),
+    line(
+        "out-of-memory",
+        r"\bThe replica [\w-]+(?: \d+)? ran out-of-memory and exited",
+        Sign.KILLED_FOR_MEMORY,
+        "the kernel",
     ),
     line("OOMKilled", r"\bOOMKilled\b(?!\W{1,3}false)", Sign.KILLED_FOR_MEMORY, "the kernel"),
     line(  # torch's own tests
@@ -90,11 +105,15 @@ LINES = (
         first=True,
     ),
     line(
-        "ob ",  # PBS, the second and the third by mail; Slurm, mpirun --timeout, LSF
+        " exceeded ",  # the second and the third by mail
         r"(?:^|[$#] )(?:=>> PBS: job killed: walltime \d+ exceeded limit|Job exceeded its (?:walltime|cpu time) limit\."
-        r"|MOAB_INFO: +job exceeded wallclock limit)|^salloc: Job \d+ has exceeded its time limit\b"
-        r"|^ *The user-provided time limit for job execution has been"
-        r"|^TERM_(?:RUNLIMIT|CPULIMIT|DEADLINE|WINDOW): job killed after ",
+        r"|MOAB_INFO: +job exceeded wallclock limit)|^salloc: Job \d+ has exceeded its time limit\b",
+        Sign.INTERRUPTED,
+        "TIME LIMIT",
+    ),
+    line(
+        "TERM_",
+        r"^TERM_(?:RUNLIMIT|CPULIMIT|DEADLINE|WINDOW): job killed after ",
         Sign.INTERRUPTED,
         "TIME LIMIT",
     ),
@@ -105,11 +124,19 @@ LINES = (
         Sign.INTERRUPTED,
         "A NODE",
     ),
-    line(
-        "ed",  # SkyPilot; the runners of GitHub; LSF, where it is no limit
-        r"\b[Tt]he (?:job|cluster|instance|node) (?:is|was) preempted\."
-        r"|\bThe runner has received a shutdown signal\."
-        r"|^TERM_(?!\w*LIMIT:|SWAP:|ZOMBIE:|UNKNOWN:|EXTERNAL|PRE_EXEC|DEADLINE:|WINDOW:)\w+: [Jj]ob killed",
+    *(
+        line(
+            word,  # SkyPilot; the runners of GitHub
+            r"\b[Tt]he (?:job|cluster|instance|node) (?:is|was) preempted\."
+            r"|\bThe runner has received a shutdown signal\.",
+            Sign.INTERRUPTED,
+            SERVICE,
+        )
+        for word in (" preempted.", "shutdown signal")
+    ),
+    line(  # LSF, for a reason that is no limit
+        "TERM_",
+        r"^TERM_(?:FORCE_|REQUEUE_)?(?:OWNER|ADMIN|PREEMPT|LOAD|CHKPNT|OTHER): [Jj]ob killed",
         Sign.INTERRUPTED,
         SERVICE,
     ),

@@ -18,9 +18,10 @@ _OF_STOP = (
 _SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
 
 LINES = (
+    line("oom", r"Detected \d+ oom[-_]kill event", Sign.KILLED_FOR_MEMORY, "slurmstepd"),
     line(
-        "ed ",
-        r"Detected \d+ oom[-_]kill event|^slurmstepd(?:-\S{1,60})?: error: (?:.{1,60} )?[Ee]xceeded (?:job |step )?memory limit",
+        "memory limit",
+        r"^slurmstepd(?:-\S{1,60})?: error: (?:.{1,60} )?[Ee]xceeded (?:job |step )?memory limit",
         Sign.KILLED_FOR_MEMORY,
         "slurmstepd",
     ),
@@ -54,11 +55,14 @@ LINES = (
         Sign.INTERRUPTED,
         signal=int(signal.SIGTERM),
     ),
+    *(
+        line(word, "^" + word, Sign.INTERRUPTED, signal=int(signal.SIGTERM))
+        for word in _OF_STOP[1:]
+    ),
     line(
-        "srun: ",
-        r"^srun: (?:Job step aborted|Terminating )",
-        Sign.INTERRUPTED,
-        signal=int(signal.SIGTERM),
+        "execve()",
+        r"^slurmstepd(?:-\S{1,60})?: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
+        Sign.NOT_STARTED,
     ),
 )
 
