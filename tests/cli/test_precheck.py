@@ -57,6 +57,11 @@ def test_a_missing_script_names_the_nearest(folder: Path) -> None:
     assert commands(trouble("train")) == ["rallypoint run train.py"]
 
 
+def test_a_link_to_nothing(folder: Path) -> None:
+    (folder / "train.py").symlink_to("trian.py")
+    assert trouble("train.py").headline == "train.py is a link to trian.py, which is not found"
+
+
 def test_a_missing_script_in_another_folder(folder: Path) -> None:
     (folder / "src").mkdir()
     (folder / "src" / "train.py").touch()
@@ -65,6 +70,10 @@ def test_a_missing_script_in_another_folder(folder: Path) -> None:
     assert commands(trouble(str(folder / "src" / "trane.py"))) == [
         f"rallypoint run {folder}/src/train.py"
     ]
+    (folder / "src" / "loop.py").symlink_to(
+        "loop.py"
+    )  # is no reason to say that there is no folder
+    assert commands(trouble("src/trane.py")) == ["rallypoint run src/train.py"]
     report = trouble("nowhere/train.py")
     assert report.help[0].sentence.startswith("the folder nowhere is not there either")
 

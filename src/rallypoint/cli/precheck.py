@@ -188,7 +188,8 @@ def look_at_command(
 
 def _missing(program: Program, typed: Sequence[str]) -> Report:
     path = program.target
-    headline = f"{path} is not found"
+    target = f" is a link to {os.readlink(path)}, which" if os.path.islink(path) else ""
+    headline = f"{path}{target} is not found"
     helps = []
     if program.kind == "script":
         if program.args and (mended := _no_script(program, typed)):
@@ -224,7 +225,9 @@ def _no_script(program: Program, typed: Sequence[str]) -> tuple[str, str] | None
 def _near_files(program: Program, folder: str, typed: Sequence[str]) -> list[tuple[str, str]]:
     """Return up to three files of a folder whose names are near, as commands to type."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+        names = sorted(
+            filter(lambda one: os.path.isfile(os.path.join(folder, one)), os.listdir(folder))
+        )
     except OSError:
         above = os.path.dirname(folder.rstrip(os.sep)) or "."
         return [(f"the folder {folder} is not there either; list what is", f"ls {above}")]
