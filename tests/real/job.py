@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -221,3 +223,50 @@ def run_job(
     )
     assert not left, f"left behind: {left}\n{result.everything}"
     return result
+
+
+def on_terminal(
+    arguments: Sequence[str | Path],
+    folder: Path,
+    *,
+    launcher: Sequence[str] = RALLYPOINT,
+    env: Mapping[str, str] | None = None,
+    typed: bytes = b"",
+    react: Callable[[bytes, int], object] = lambda shown, keyboard: None,
+) -> tuple[int, str]:
+    """Run a job on a terminal to its end, in `folder`: its exit status, and what the terminal
+    showed. Fails when it takes longer than DEADLINE, or when a process of it is left.
+
+    `typed` is typed before it begins; `react` sees all that it has shown so far, and may type at
+    the descriptor that it gets.
+    """
+    marker = str(folder)
+    ours, theirs = pty.openpty()
+    shown, until = b"", time.monotonic() + DEADLINE
+    try:
+        os.write(ours, typed)
+        process = subprocess.Popen(
+            [*launcher, *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder,
+            start_new_session=True, env={**environment(folder / "state", marker, env), "TERM": "xterm"},
+        )  # fmt: skip
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    try:
+        while select.select([ours], [], [], max(0.0, until - time.monotonic()))[0]:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # EIO: nobody has the terminal open any more
+                break
+            shown += data
+            react(shown, ours)
+        else:
+            raise AssertionError(f"not over after {DEADLINE:g} s; it had shown:\n{shown!r}")
+        status = process.wait(DEADLINE)
+    finally:
+        os.close(ours)
+        end_of(process, marker)
+    assert left_behind(marker) == []
+    return status, shown.decode(errors="replace")

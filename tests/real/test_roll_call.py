@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from .conftest import Run, Write
-from .job import DEADLINE, end_of, environment, left_behind
+from .job import DEADLINE, on_terminal
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
@@ -397,35 +396,6 @@ dist.init_process_group("gloo")
 """
 
 
-def on_terminal(
-    arguments: list[str], folder: Path, react: Callable[[bytes, int], None]
-) -> tuple[int, str]:
-    """Run a job on a terminal; `react` sees all that it has shown so far, and may type: (exit
-    status, what the terminal showed).
-    """
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*LAUNCHER, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
-        env={**environment(folder / "state", str(folder)), "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(theirs)
-    shown, end = b"", time.monotonic() + DEADLINE
-    try:
-        while time.monotonic() < end:
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # EIO: nobody has the terminal open any more
-                break
-            shown += data
-            react(shown, ours)
-        status = process.wait(DEADLINE)
-    finally:
-        os.close(ours)
-        end_of(process, str(folder))
-    assert left_behind(str(folder)) == []
-    return status, shown.decode()
-
-
 @pytest.mark.timeout(DEADLINE)
 def test_the_live_line_counts_the_ranks_and_goes_away(write: Write, tmp_path: Path) -> None:
     write("waits.py", WAITS)
@@ -438,7 +408,7 @@ def test_the_live_line_counts_the_ranks_and_goes_away(write: Write, tmp_path: Pa
         ):
             (tmp_path / "go").touch()
 
-    status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, react)
+    status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, launcher=LAUNCHER, react=react)
     assert status == 0, shown
     assert "rallypoint: 2 ranks · importing torch" in shown
     assert "waiting in init_process_group" not in shown.rpartition("\x1b[2K")[2], (
@@ -464,7 +434,7 @@ def test_the_roll_is_not_called_while_a_person_is_at_the_debugger(
         if answers and shown.count(b"(Pdb) ") > 2 - len(answers):
             os.write(terminal, answers.pop(0))
 
-    status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, react)
+    status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, launcher=LAUNCHER, react=react)
     assert (status, answers) == (0, []), shown
     assert "not there yet" not in shown, shown
     assert [event for event in events(tmp_path / "state") if event["what"] == "roll-call"] == []

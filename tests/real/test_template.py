@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from rallypoint.host.signals import ATTENTION_SIGNAL
 from rallypoint.launcher.agent.template_messages import IMPORT_PATIENCE
 
 from .conftest import Run, Write
-from .job import DEADLINE, MARKER, RALLYPOINT, end_of, environment, left_behind
+from .job import DEADLINE, MARKER, environment, on_terminal
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
@@ -463,30 +461,16 @@ def typed_at_the_prompts(
     """Run a job on a terminal, and type an answer at every `(Pdb) `: (exit status, what the
     terminal showed).
     """
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*RALLYPOINT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
-        env={**environment(folder / "state", str(folder), env), "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(theirs)
-    shown, until, waiting = b"", time.monotonic() + DEADLINE, list(answers)
-    try:
-        while time.monotonic() < until:
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # EIO: nobody has the terminal open any more
-                break
-            shown += data
-            if waiting and shown.count(b"(Pdb) ") > len(answers) - len(waiting):
-                os.write(ours, waiting.pop(0) + b"\n")
-        status = process.wait(DEADLINE)
-    finally:
-        os.close(ours)
-        end_of(process, str(folder))
-    assert left_behind(str(folder)) == []
+    waiting = list(answers)
+
+    def react(shown: bytes, keyboard: int) -> None:
+        if waiting and shown.count(b"(Pdb) ") > len(answers) - len(waiting):
+            os.write(keyboard, waiting.pop(0) + b"\n")
+
+    status, shown = on_terminal(arguments, folder, env=env, react=react)
     # The row of the start had been wiped out together with the prompt, which then was not seen.
-    assert b"\x1b[2K" not in shown[shown.find(b"(Pdb) ") :], shown
-    return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
+    assert "\x1b[2K" not in shown[shown.find("(Pdb) ") :], shown
+    return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r\n", "\n")
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -6,30 +6,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .conftest import Run, Write
-from .job import (
-    DEADLINE,
-    MARKER,
-    RALLYPOINT,
-    SCRIPTS,
-    TORCHRUN,
-    Result,
-    end_of,
-    environment,
-    left_behind,
-    run_job,
-)
+from .job import DEADLINE, MARKER, RALLYPOINT, TORCHRUN, on_terminal, run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
@@ -693,69 +680,27 @@ def test_nohup(run: Run, write: Write, way: tuple[str, ...]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
-    ours, theirs = pty.openpty()
-    yield ours, theirs
-    for fd in (ours, theirs):
-        try:
-            os.close(fd)
-        except OSError:  # the test has closed it
-            continue
-
-
-def on_terminal(
-    arguments: list[str], terminal: tuple[int, int], state: Path, typed: bytes
-) -> Result:
-    """Run a job on a terminal to its end."""
-    ours, theirs = terminal
-    marker = str(state)
-    process = subprocess.Popen(
-        [*RALLYPOINT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env={**environment(state, marker), "TERM": "xterm"},
-        start_new_session=True, cwd=SCRIPTS,
-    )  # fmt: skip
-    os.close(theirs)
-    os.write(ours, typed)
-    shown = b""
-    try:
-        while True:
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # EIO: the last one who had it open has closed it
-                break
-            if not data:
-                break
-            shown += data
-        rc = process.wait(DEADLINE)
-    finally:
-        end_of(process, marker)
-    assert left_behind(marker) == []
-    return Result(rc, shown.decode(errors="replace"), "", 0.0, state)
-
-
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 @WAYS
 def test_one_rank_has_the_terminal_itself(
-    tmp_path: Path, write: Write, terminal: tuple[int, int], way: tuple[str, ...]
+    tmp_path: Path, write: Write, way: tuple[str, ...]
 ) -> None:
     program = write(
         "train.py",
         "import os, sys\nprint([os.isatty(n) for n in range(3)], os.environ.get('TERM'))\nname = input('name? ')\nprint('hello', name)\n",
     )
-    result = on_terminal([*way, str(program)], terminal, tmp_path / "state", b"Ada\n")
-    assert result.rc == 0, result.out
-    assert "[True, True, True] xterm" in result.out
-    assert "name? " in result.out
-    assert "hello Ada" in result.out
-    assert "[0]" not in result.out
+    status, shown = on_terminal([*way, program], tmp_path, typed=b"Ada\n")
+    assert status == 0, shown
+    assert "[True, True, True] xterm" in shown
+    assert "name? " in shown
+    assert "hello Ada" in shown
+    assert "[0]" not in shown
 
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
-def test_several_ranks_on_a_terminal(
-    tmp_path: Path, write: Write, terminal: tuple[int, int]
-) -> None:
+def test_several_ranks_on_a_terminal(tmp_path: Path, write: Write) -> None:
     """Rank 0 has the keyboard; the words of all come with their rank, and the live line
     goes away.
     """
@@ -763,7 +708,7 @@ def test_several_ranks_on_a_terminal(
         "train.py",
         "import os\nif os.environ['RANK'] == '0':\n    print('hello', input())\nprint('done')\n",
     )
-    result = on_terminal(["-n", "2", str(program)], terminal, tmp_path / "state", b"Ada\n")
-    assert result.rc == 0, result.out
+    status, shown = on_terminal(["-n", "2", program], tmp_path, typed=b"Ada\n")
+    assert status == 0, shown
     for line in ("[0] hello Ada", "[0] done", "[1] done"):
-        assert line in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", result.out), result.out
+        assert line in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown), shown
