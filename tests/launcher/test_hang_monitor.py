@@ -263,6 +263,36 @@ def test_when_the_lead_is_silent_a_visitor_reads_of_this_node_and_that_no_other_
     assert seen == [(0, 0, "not started"), (1, 0, "not started"), (2, 1, "unheard")]
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_job_that_is_being_stopped_does_not_stall(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped: bool
+) -> None:
+    """Its ranks stand still within the grace, and somebody asks where."""
+    scene = Scene(2, stall=60.0, run_dir=str(tmp_path))
+    still = {rank: Activity("S", 100, 7, 7) for rank in range(2)}
+    monkeypatch.setattr(inquiry_module, "activities", lambda ranks: still)
+    inherited: list[str] = []
+    part = HangMonitor(scene.job, stop=lambda: None)
+    part.open_door(cast(Guard, SimpleNamespace(inherit=inherited.append)))
+    part.begin()
+    for _ in range(10):
+        scene.pass_by(5.0)
+    if stopped:
+        scene.job.feed(Signalled("SIGINT", 2))
+        scene.job.feed(EvidenceIn())
+    scene.pass_by(30.0)
+    visitor = Visitor(inherited[0])
+    until_asked(scene)
+    for _ in range(2):
+        scene.pass_by(MEASURED)
+    visitor.join(DEADLINE)
+    assert isinstance(visitor.answer, Standing)
+    assert scene.job.is_running is not stopped
+    assert len(scene.words.of("report_stall")) == (not stopped)
+    part.close()
+    scene.close()
+
+
 def test_of_several_nodes_a_stall_of_this_one_is_told_to_the_lead_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
