@@ -42,7 +42,13 @@ def test_tasks_without_flags_are_one_job_with_one_report(tmp_path: Path) -> None
     """Both make the key of the user at once, and mpirun shows the words of both on one screen."""
     (tmp_path / "program.py").write_text(TELL)
     tasks = [start(tmp_path, number) for number in (0, 1)]
-    said = [task.communicate(timeout=60) for task in tasks]
+    try:
+        said = [task.communicate(timeout=60) for task in tasks]
+    finally:
+        for task in tasks:
+            if task.poll() is None:  # since this has failed; its guard ends its ranks
+                task.kill()
+                task.communicate()
     told: list[dict[str, Any]] = [
         json.loads(line.partition("told ")[2])
         for out, _ in said

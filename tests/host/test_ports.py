@@ -41,10 +41,12 @@ def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    yield process, int(process.stdout.readline())
-    process.kill()
-    process.communicate()
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def free_port() -> int:
@@ -492,7 +494,7 @@ while True:
 """
 
 
-def test_beside_a_squatter_every_port_is_ours_alone() -> None:
+def test_beside_a_squatter_every_port_is_ours_alone(request: pytest.FixtureRequest) -> None:
     """2,000 jobs, 8 at a time, in 300 ports that a thief grabs and frees: none fails, none
     shares. A busy machine may not come to all of them.
     """
@@ -500,6 +502,8 @@ def test_beside_a_squatter_every_port_is_ours_alone() -> None:
     thief = subprocess.Popen(
         [sys.executable, "-c", SQUATTER, str(first), "300"], stdout=subprocess.PIPE, text=True
     )
+    request.addfinalizer(thief.communicate)
+    request.addfinalizer(thief.kill)  # the last one is called first
     assert thief.stdout is not None
     assert thief.stdout.readline() == "ready\n"
     failures: list[BaseException] = []
@@ -528,8 +532,6 @@ def test_beside_a_squatter_every_port_is_ours_alone() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    thief.kill()
-    thief.communicate()
     assert failures == []
 
 

@@ -311,15 +311,21 @@ def test_of_many_that_start_at_once_one_has_it(tmp_path: Path) -> None:
         )
         for name in range(4)
     ]
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("\n")
-        racer.stdin.flush()
-    for racer in racers:
-        racer.communicate(timeout=DEADLINE)
+    try:
+        for racer in racers:
+            assert racer.stdout is not None
+            assert racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write("\n")
+            racer.stdin.flush()
+        for racer in racers:
+            racer.communicate(timeout=DEADLINE)
+    finally:
+        for racer in racers:  # one that has not ended, since this has failed
+            if racer.poll() is None:
+                racer.kill()
+                racer.communicate()
     assert [racer.returncode for racer in racers] == [0] * 4
     order = (tmp_path / "job.log").read_text().split()
     assert order == ["in", "out"] * (4 * 5)

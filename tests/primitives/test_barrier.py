@@ -329,10 +329,13 @@ class Process:
         self._process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self.pid = self._process.pid
+
+    def begin(self) -> None:
+        """Have it connect."""
         assert self._process.stdin is not None
         self._process.stdin.write(SECRET + "\n")
         self._process.stdin.flush()
-        self.pid = self._process.pid
         assert self.line() == "here"
 
     def line(self) -> str:
@@ -360,6 +363,7 @@ def start(server: Server) -> Iterator[Callable[..., Process]]:
 
     def start(ttl: float, *barriers: object) -> Process:
         processes.append(Process(server.address, ttl, *barriers))
+        processes[-1].begin()  # when it fails, the process is ended all the same
         return processes[-1]
 
     yield start

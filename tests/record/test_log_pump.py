@@ -479,8 +479,12 @@ def progress_of(rig: Rig, ranks: int) -> None:
         fd = rig.rank(rank, "stderr")
         children.append(subprocess.Popen([sys.executable, "-c", PROGRESS], stderr=fd))
         os.close(fd)
-    for child in children:
-        assert child.wait(SOON) == 0
+    try:
+        assert [child.wait(SOON) for child in children] == [0] * ranks
+    finally:
+        for child in children:  # one that has not ended, since this has failed
+            child.kill()
+            child.wait()
     assert rig.pump.drain(SOON)
 
 
