@@ -176,7 +176,7 @@ import torch.distributed as dist
 def serves(process):
     return any(one.status == "LISTEN" and one.laddr.port == int(os.environ["MASTER_PORT"]) for one in process.net_connections("tcp"))
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))  # also what a busy machine has to meet
 dist.barrier()
 if dist.get_rank() == 0:
     (host,) = [one for one in psutil.Process(os.getppid()).children() if serves(one)]

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from rallypoint.launcher.preload_parts import LEAST
 
 from .conftest import Write
 from .job import RALLYPOINT, Result, environment, left_behind, run_job
@@ -35,6 +38,13 @@ sys.meta_path.insert(0, Finder)
 SLOW = "import time\ntime.sleep(0.11)\n"  # worth learning
 # The program's work lies in a module of its own: the text of the script says nothing of it.
 WORK = "import sys\nprint('early' if 'torch.late_part' in sys.modules else 'late', 'torch' in sys.modules)\nimport torch.late_part\n"
+
+TIMES_IT = """\
+import time
+began = time.monotonic()
+import torch.late_quick
+print(time.monotonic() - began)
+"""
 
 Start = Callable[..., Result]
 
@@ -113,9 +123,17 @@ def test_a_quick_one_and_one_that_brings_another_package_are_not_learnt(
     write("site-packages/torch.late_quick.py", "")
     write("site-packages/torch.late_guest.py", SLOW + "import guest\n")
     write("site-packages/guest.py", "")
-    write("project/work.py", "import torch.late_quick, torch.late_guest\n")
-    assert said(start()) == (0, set(), "")
-    assert not (tmp_path / "state" / "rallypoint" / "learnt").exists()
+    write("project/work.py", TIMES_IT + "import torch.late_guest\n")
+    learnt = tmp_path / "state" / "rallypoint" / "learnt"
+    for _ in range(5):
+        code, lines, err = said(start())
+        assert (code, err) == (0, "")
+        if max(map(float, lines)) < LEAST:
+            break
+        shutil.rmtree(learnt, ignore_errors=True)  # on a busy machine it was not quick
+    else:
+        pytest.skip(f"the import of an empty module took {LEAST:g} s five times")
+    assert not learnt.exists()
 
 
 def test_one_inside_another_package_is_learnt(start: Start, write: Write, tmp_path: Path) -> None:
