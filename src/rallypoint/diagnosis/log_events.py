@@ -74,6 +74,7 @@ class End(msgspec.Struct, frozen=True):
     # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
     status: str = ""
     stopped: bool = False  # by its launcher, as the times of two ends show
+    at: float = inf  # by its launcher's clock; inf or nan: not known
 
 
 NOT_ENDED = End()

@@ -80,7 +80,9 @@ def failed_ends(findings: Findings, by_stop: Sequence[Sighting]) -> list[Sightin
         if (known := by_pid.get(key)) is not None:
             rank, host = max(known.end.rank, end.rank), known.end.host or end.host
             first = known.end.first or end.first
-            merged = msgspec.structs.replace(known.end, rank=rank, host=host, first=first)
+            merged = msgspec.structs.replace(
+                known.end, rank=rank, host=host, first=first, at=min(known.end.at, end.at)
+            )
             sighting = msgspec.structs.replace(known, end=merged)
         by_pid[key] = sighting
     return list(by_pid.values())

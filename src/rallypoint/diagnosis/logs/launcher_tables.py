@@ -109,7 +109,9 @@ class Summary(Block):
             place, host = Place(log, failure.line, self.last), fields.get("host", "")
             ends = (max(code, 0), max(-code, 0), number, local, max(pid, 0), host, "torchrun")
             stopped = failure.at - began >= GRACE - 1  # the table's times are whole seconds
-            yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first, stopped=stopped))
+            yield Sighting(
+                Sign.ENDED, place, end=End(*ends, failure.first, stopped=stopped, at=failure.at)
+            )
             for error in failure.traceback.errors() if failure.traceback is not None else ():
                 if not launchers.of_launcher(error, number):
                     yield Sighting(Sign.RAISED, place, of_rank(number), error=error)

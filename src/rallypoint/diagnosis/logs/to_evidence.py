@@ -149,8 +149,10 @@ class _Log:
         self._handled = [s for s in self._own if s not in (*self._sure, *remarks)]
         # ranks that an error of their own ended, of whatever cause
         self._spoke = {rank_of(s) for s in self._errors if not s.went_on}
-        others = (Sign.NOT_STARTED, Sign.KILLED_FOR_MEMORY)
-        told = any(s.sign in others and not s.went_on for s in self._seen)
+        told = any(
+            s.sign in (Sign.NOT_STARTED, Sign.KILLED_FOR_MEMORY) and not s.went_on
+            for s in self._seen
+        )
         by_python = any(s.end.code == 1 for s in self._unexplained())  # its code for exceptions
         handled = [s for s in self._handled if by_python or s.did_without != 1]
         self._promoted = bool(not (self._sure or told) and handled and self._unexplained())
@@ -207,9 +209,13 @@ class _Log:
         """Tell whether a traceback of the error that a line names begins right below the line."""
         place, words = alone.place, f"{alone.error.type}: {alone.error.message}"
         last = max(place.line, place.last) + confidence.INTRODUCES + 1
-        below = [s for s in self._seen if s.error.frames and s.place.log == place.log]
-        below = [s for s in below if place.line < s.place.line <= last]
-        return any(s.error.type in words for s in below)
+        return any(
+            s.error.frames
+            and s.place.log == place.log
+            and place.line < s.place.line <= last
+            and s.error.type in words
+            for s in self._seen
+        )
 
     def _of_group(
         self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
@@ -305,8 +311,8 @@ class _Log:
         theirs explains it.
         """
         lost = [s for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)]
-        by_signal = [s for s in self._ends if s.end.signal]
-        by_signal = [s for s in by_signal if not is_explained(s, (*self._errors, *lost))]
+        said = (*self._errors, *lost)
+        by_signal = [s for s in self._ends if s.end.signal and not is_explained(s, said)]
         sure = [s for s in by_signal if not s.went_on]
         if not any(s.sign is Sign.KILLED_FOR_MEMORY for s in self._seen):
             yield from self._of_ends([s for s in sure if s.end.signal not in CRASHES])
@@ -332,8 +338,11 @@ class _Log:
         """Make evidence of processes that were killed for memory, by the word of the kernel, Slurm
         or Ray.
         """
-        words = [s for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY]
-        words = [s for s in words if victim(s)[0] not in self.workers_killed]
+        words = [
+            s
+            for s in self._seen
+            if s.sign is Sign.KILLED_FOR_MEMORY and victim(s)[0] not in self.workers_killed
+        ]
         known = {s.end.pid for s in self._ends} - {0}
         words.sort(key=lambda s: victim(s)[0] not in known)  # that names a rank stands first
         if not words:
@@ -347,8 +356,12 @@ class _Log:
         doubt = _GOES_ON if first.went_on else ""
         victims = dict(filter(all, map(victim, words)))
         if not first.speaker.known and (killed or victims):
-            of = self._name(killed[0]) if killed else next(iter(victims.values()))
-            first = msgspec.structs.replace(first, speaker=Speaker(name=of))
+            first = msgspec.structs.replace(
+                first,
+                speaker=Speaker(
+                    name=self._name(killed[0]) if killed else next(iter(victims.values()))
+                ),
+            )
         if victims and known and not known & victims.keys():
             pids = " and ".join(map(str, sorted(known)))
             doubt = (
@@ -370,8 +383,10 @@ class _Log:
             without = python.NO_EXCEPTION in sighting.text
             if without and (self._sure or ((self._errors or lost) and not aborted)):
                 continue  # it is how the process of one of these left
-            told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
-            number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
+            number = next(
+                (n for name, n in python.SIGNALS.items() if name in sighting.text and n in CRASHES),
+                int(SIGABRT),
+            )
             if [sighting] == nameless and len(aborted) == 1:
                 sighting = msgspec.structs.replace(sighting, end=aborted[0])
             for rank in ranks_of(sighting):
@@ -409,13 +424,17 @@ class _Log:
         )
 
     def _of_processes_before(self, ended: Sighting) -> list[Sighting]:
-        told = [s for s in self._seen if s.sign in OF_PROCESSES or s in self._errors]
-        return [s for s in told if s.stands_before(ended)]
+        return [
+            s
+            for s in self._seen
+            if (s.sign in OF_PROCESSES or s in self._errors) and s.stands_before(ended)
+        ]
 
     def _of_argparse(self) -> str:
         """Return what argparse said in the log, "" for nothing."""
-        said = (one.text for one in self._seen if one.end.by == known_line.ARGPARSE)
-        return next(said, "").partition(": error: ")[2]
+        return next(
+            (one.text for one in self._seen if one.end.by == known_line.ARGPARSE), ""
+        ).partition(": error: ")[2]
 
     def _exited(self) -> Iterable[RankEvidence]:
         """Make evidence of the first that exited with a code that nothing explains."""
@@ -423,11 +442,11 @@ class _Log:
         # argparse and a launcher tell of the same end: the launcher's line counts.
         exits = [s for s in exits if s.end.by != known_line.ARGPARSE] or exits[:1]
         if exits:
-            first = next((s for s in exits if s.end.first), exits[0])
+            first = min([s for s in exits if s.end.first] or exits, key=lambda s: s.end.at)
             together = [s for s in exits if s.place == first.place]
             doubt = ""
             if len(exits) > len(together):
-                doubt = "other ranks exited, too, and nothing shows which one began"
+                doubt = "other ranks exited, too, and no words of theirs show which one began"
             elif first.end.code == 1 and (
                 first.end.by != "the launcher" or _LOCAL_RANK.search(first.text)
             ):
@@ -447,10 +466,21 @@ class _Log:
 
     def not_started(self) -> Iterable[RankEvidence]:
         """Make evidence of the program that could not be started."""
-        found = [s for s in self._seen if s.sign is Sign.NOT_STARTED and not s.went_on]
+        # A script may go on without a step that Slurm did not start.
+        found = [
+            s
+            for s in self._seen
+            if s.sign is Sign.NOT_STARTED and (not s.went_on or "execve()" in s.text)
+        ]
         if found and not self._sure and not self._has_run(found[0]):
             self.program, number = shells.not_started(found[0].text)
-            yield self._rank(found[0], -1, not_executed=number, said=(found[0].text,))
+            yield self._rank(
+                found[0],
+                -1,
+                not_executed=number,
+                said=(found[0].text,),
+                doubt=_GOES_ON if found[0].went_on else "",
+            )
 
     def _has_run(self, refusal: Sighting) -> bool:
         """Tell whether something else ended the job than the program that a shell did not find, or
@@ -495,8 +525,12 @@ class _Log:
             for rank in {sighting.end.rank, *sighting.ranks} - spoke - {-1}:
                 spoke.add(rank)
                 ended = Ended(signal=sighting.end.signal)
-                sent = ("SIGTERM", "SIGKILL")[: 1 + (ended.signal == SIGKILL)]
-                yield self._rank(sighting, rank, sent=sent, ended=ended)
+                yield self._rank(
+                    sighting,
+                    rank,
+                    sent=("SIGTERM", "SIGKILL")[: 1 + (ended.signal == SIGKILL)],
+                    ended=ended,
+                )
 
     def _rank(self, sighting: Sighting, number: int, **shown: Any) -> RankEvidence:
         place = sighting.place
