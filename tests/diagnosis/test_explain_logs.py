@@ -773,6 +773,13 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "certain",
             "Ctrl-C",
         ),
+        (  # the script goes on without that step
+            "slurmstepd: error: execve(): hostname: No such file or directory\n"
+            "srun: error: node1: task 0: Exited with exit code 2\n" + "epoch 1 done\n" * 60,
+            "start-failed",
+            "likely",
+            "hostname",
+        ),
         (
             "=>> PBS: job killed: walltime 3630 exceeded limit 3600\n",
             "interrupted",

@@ -149,10 +149,8 @@ class _Log:
         self._handled = [s for s in self._own if s not in (*self._sure, *remarks)]
         # ranks that an error of their own ended, of whatever cause
         self._spoke = {rank_of(s) for s in self._errors if not s.went_on}
-        told = any(
-            s.sign in (Sign.NOT_STARTED, Sign.KILLED_FOR_MEMORY) and not s.went_on
-            for s in self._seen
-        )
+        others = (Sign.NOT_STARTED, Sign.KILLED_FOR_MEMORY)
+        told = any(s.sign in others and not s.went_on for s in self._seen)
         by_python = any(s.end.code == 1 for s in self._unexplained())  # its code for exceptions
         handled = [s for s in self._handled if by_python or s.did_without != 1]
         self._promoted = bool(not (self._sure or told) and handled and self._unexplained())
@@ -209,13 +207,9 @@ class _Log:
         """Tell whether a traceback of the error that a line names begins right below the line."""
         place, words = alone.place, f"{alone.error.type}: {alone.error.message}"
         last = max(place.line, place.last) + confidence.INTRODUCES + 1
-        return any(
-            s.error.frames
-            and s.place.log == place.log
-            and place.line < s.place.line <= last
-            and s.error.type in words
-            for s in self._seen
-        )
+        below = [s for s in self._seen if s.error.frames and s.place.log == place.log]
+        below = [s for s in below if place.line < s.place.line <= last]
+        return any(s.error.type in words for s in below)
 
     def _of_group(
         self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
@@ -311,8 +305,8 @@ class _Log:
         theirs explains it.
         """
         lost = [s for s in self._seen if s.sign in (Sign.WATCHDOG, Sign.LOST)]
-        said = (*self._errors, *lost)
-        by_signal = [s for s in self._ends if s.end.signal and not is_explained(s, said)]
+        by_signal = [s for s in self._ends if s.end.signal]
+        by_signal = [s for s in by_signal if not is_explained(s, (*self._errors, *lost))]
         sure = [s for s in by_signal if not s.went_on]
         if not any(s.sign is Sign.KILLED_FOR_MEMORY for s in self._seen):
             yield from self._of_ends([s for s in sure if s.end.signal not in CRASHES])
@@ -338,11 +332,8 @@ class _Log:
         """Make evidence of processes that were killed for memory, by the word of the kernel, Slurm
         or Ray.
         """
-        words = [
-            s
-            for s in self._seen
-            if s.sign is Sign.KILLED_FOR_MEMORY and victim(s)[0] not in self.workers_killed
-        ]
+        words = [s for s in self._seen if s.sign is Sign.KILLED_FOR_MEMORY]
+        words = [s for s in words if victim(s)[0] not in self.workers_killed]
         known = {s.end.pid for s in self._ends} - {0}
         words.sort(key=lambda s: victim(s)[0] not in known)  # that names a rank stands first
         if not words:
@@ -356,12 +347,8 @@ class _Log:
         doubt = _GOES_ON if first.went_on else ""
         victims = dict(filter(all, map(victim, words)))
         if not first.speaker.known and (killed or victims):
-            first = msgspec.structs.replace(
-                first,
-                speaker=Speaker(
-                    name=self._name(killed[0]) if killed else next(iter(victims.values()))
-                ),
-            )
+            of = self._name(killed[0]) if killed else next(iter(victims.values()))
+            first = msgspec.structs.replace(first, speaker=Speaker(name=of))
         if victims and known and not known & victims.keys():
             pids = " and ".join(map(str, sorted(known)))
             doubt = (
@@ -383,10 +370,8 @@ class _Log:
             without = python.NO_EXCEPTION in sighting.text
             if without and (self._sure or ((self._errors or lost) and not aborted)):
                 continue  # it is how the process of one of these left
-            number = next(
-                (n for name, n in python.SIGNALS.items() if name in sighting.text and n in CRASHES),
-                int(SIGABRT),
-            )
+            told = (n for name, n in python.SIGNALS.items() if name in sighting.text)
+            number = next(filter(CRASHES.__contains__, told), int(SIGABRT))
             if [sighting] == nameless and len(aborted) == 1:
                 sighting = msgspec.structs.replace(sighting, end=aborted[0])
             for rank in ranks_of(sighting):
@@ -424,17 +409,13 @@ class _Log:
         )
 
     def _of_processes_before(self, ended: Sighting) -> list[Sighting]:
-        return [
-            s
-            for s in self._seen
-            if (s.sign in OF_PROCESSES or s in self._errors) and s.stands_before(ended)
-        ]
+        told = [s for s in self._seen if s.sign in OF_PROCESSES or s in self._errors]
+        return [s for s in told if s.stands_before(ended)]
 
     def _of_argparse(self) -> str:
         """Return what argparse said in the log, "" for nothing."""
-        return next(
-            (one.text for one in self._seen if one.end.by == known_line.ARGPARSE), ""
-        ).partition(": error: ")[2]
+        said = (one.text for one in self._seen if one.end.by == known_line.ARGPARSE)
+        return next(said, "").partition(": error: ")[2]
 
     def _exited(self) -> Iterable[RankEvidence]:
         """Make evidence of the first that exited with a code that nothing explains."""
@@ -442,6 +423,7 @@ class _Log:
         # argparse and a launcher tell of the same end: the launcher's line counts.
         exits = [s for s in exits if s.end.by != known_line.ARGPARSE] or exits[:1]
         if exits:
+            # each launcher of a job on several nodes has a table
             first = min([s for s in exits if s.end.first] or exits, key=lambda s: s.end.at)
             together = [s for s in exits if s.place == first.place]
             doubt = ""
@@ -466,21 +448,13 @@ class _Log:
 
     def not_started(self) -> Iterable[RankEvidence]:
         """Make evidence of the program that could not be started."""
+        found = [s for s in self._seen if s.sign is Sign.NOT_STARTED]
         # A script may go on without a step that Slurm did not start.
-        found = [
-            s
-            for s in self._seen
-            if s.sign is Sign.NOT_STARTED and (not s.went_on or "execve()" in s.text)
-        ]
+        found = [s for s in found if not s.went_on or "execve()" in s.text]
         if found and not self._sure and not self._has_run(found[0]):
             self.program, number = shells.not_started(found[0].text)
-            yield self._rank(
-                found[0],
-                -1,
-                not_executed=number,
-                said=(found[0].text,),
-                doubt=_GOES_ON if found[0].went_on else "",
-            )
+            doubt, said = _GOES_ON if found[0].went_on else "", (found[0].text,)
+            yield self._rank(found[0], -1, not_executed=number, said=said, doubt=doubt)
 
     def _has_run(self, refusal: Sighting) -> bool:
         """Tell whether something else ended the job than the program that a shell did not find, or
@@ -525,12 +499,8 @@ class _Log:
             for rank in {sighting.end.rank, *sighting.ranks} - spoke - {-1}:
                 spoke.add(rank)
                 ended = Ended(signal=sighting.end.signal)
-                yield self._rank(
-                    sighting,
-                    rank,
-                    sent=("SIGTERM", "SIGKILL")[: 1 + (ended.signal == SIGKILL)],
-                    ended=ended,
-                )
+                sent = ("SIGTERM", "SIGKILL")[: 1 + (ended.signal == SIGKILL)]
+                yield self._rank(sighting, rank, sent=sent, ended=ended)
 
     def _rank(self, sighting: Sighting, number: int, **shown: Any) -> RankEvidence:
         place = sighting.place
