@@ -56,6 +56,14 @@ def test_the_report_is_the_one_that_was_printed(tmp_path: Path) -> None:
     assert "1 rank-raised  -n 4 family.py raise\n" in show(tmp_path, "--list")
 
 
+def test_a_run_whose_log_folder_cannot_be_made_is_none(tmp_path: Path) -> None:
+    """Its folder was left, and the list said that its launcher was killed."""
+    result = run_job(["-t", "3", "--log-dir", "/proc/logs", "family.py"], state=tmp_path)
+    assert (result.rc, result.codes) == (1, ["log-dir-unwritable"]), result.everything
+    assert "family.py" not in (listed := show(tmp_path, "--list")), listed
+    assert "killed" not in listed, listed
+
+
 def test_a_job_that_goes_on_and_then_its_launcher_is_killed(tmp_path: Path) -> None:
     during = []
 

@@ -223,6 +223,7 @@ class Agent:
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
         from rallypoint.launcher.job_diagnosis import Diagnosis
         from rallypoint.record.disk_writer import DiskWriter
+        from rallypoint.record.torchrun_files import TorchrunFiles
 
         request, clock = self.request, Clock()
         if self.plan.torch:
@@ -232,10 +233,13 @@ class Agent:
         if self.plan.nodes is not None:
             held = self.others.held(seat.attempt) if self.others is not None else None
         plan = self.plan
+        logs, files = plan.logs.log_dir, None
+        if logs:  # before the run folder, in which a run that did not begin looks like one killed
+            files = TorchrunFiles(logs, plan.run_id or plan.job, plan.slots)
         folder, writer = open_folder(plan), DiskWriter()
         outputs = request.outputs if request is not None else (1, 2)
         console = Console(plan, seat, folder.path, outputs)
-        streams = RankStreams(plan, folder, console)
+        streams = RankStreams(plan, folder, console, files)
         offset = self.others.offset if self.others is not None else 0.0
         reporter = Reporter(plan, seat, clock, folder, writer, console, offset=offset)
         self._loop, self._console, self._reporter = Loop(clock), console, reporter

@@ -25,17 +25,13 @@ class RankStreams:
     pump.
     """
 
-    def __init__(self, plan: Plan, folder: RunFolder, console: Console) -> None:
+    def __init__(
+        self, plan: Plan, folder: RunFolder, console: Console, files: TorchrunFiles | None
+    ) -> None:
         self._plan = plan
         self._folder = folder
         self._console = console
-        self._files: TorchrunFiles | None = None
-        if plan.logs.log_dir:
-            self._files = TorchrunFiles(
-                plan.logs.log_dir,
-                plan.run_id or plan.job,
-                plan.slots,
-            )
+        self._files = files
 
     def begin_attempt(self, number: int) -> None:
         """Make the attempt's folder for torchrun's files."""
