@@ -346,6 +346,7 @@ def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
             ),
         },
     )
+    assert network_checks.count_ports(str(tmp_path / "absent")).used is None
     facts = network_checks.count_ports(str(tmp_path))
     assert (facts.low, facts.high, facts.reserved, facts.used, facts.waiting) == (
         40000,
@@ -354,6 +355,8 @@ def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
         2,
         1,
     )
+    (tmp_path / "proc/self/net/tcp").write_text(head)  # a new namespace has no socket
+    assert network_checks.count_ports(str(tmp_path)).used == 0
 
 
 TORCH = Build("2.9.1", "12.8")

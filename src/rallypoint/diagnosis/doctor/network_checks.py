@@ -110,7 +110,8 @@ def count_ports(root: str = "/") -> PortCounts:
     sockets = list(tcp_sockets(root=root))
     waiting = sum(one.state == TIME_WAIT for one in sockets)
     used = {one.port for one in sockets if one.state != TIME_WAIT and low <= one.port <= high}
-    return PortCounts(low, high, reserved, len(used) if sockets else None, waiting)
+    readable = os.access(os.path.join(root, "proc/self/net/tcp"), os.R_OK)
+    return PortCounts(low, high, reserved, len(used) if readable else None, waiting)
 
 
 def judge_ports(counts: PortCounts, holders: tuple[str, ...] = ()) -> list[Finding]:
