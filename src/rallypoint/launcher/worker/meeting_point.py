@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from rallypoint.clock import Clock
 from rallypoint.diagnosis import init_method
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.errors import EnvironmentProblem, UsageError
@@ -195,8 +196,10 @@ class HeldPoint:
             found = os.stat(meeting.address)
         except FileNotFoundError:
             return
-        if found.st_size and found.st_mtime < self._began:
-            age = self._began - found.st_mtime
+        if not found.st_size:
+            return
+        age = age_before(found.st_mtime, self._began, _now_on(folder), Clock().wall())
+        if age > 0:
             raise EnvironmentProblem(
                 "store-file-stale", f"the rendezvous file {meeting.address} is left over from an earlier run",
                 why=(
@@ -208,6 +211,26 @@ class HeldPoint:
                     ("or leave out init_method: the launcher's own meeting point needs no file", ""),
                 ),
             )  # fmt: skip
+
+
+def age_before(written: float, began: float, now_there: float, now: float) -> float:
+    """Return how many seconds before an attempt began a file was written; less than 0 for after
+    it. `written` and `now_there` are by the clock of the disk's machine, which may be another one.
+    """
+    return (now_there - written) - (now - began)
+
+
+def _now_on(folder: str) -> float:
+    """Return the time by the clock that a folder's disk has; this machine's where nothing can be
+    written.
+    """
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError:
+        return Clock().wall()
 
 
 def arguments(
