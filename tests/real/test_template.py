@@ -342,6 +342,17 @@ def test_a_module_that_starts_a_thread_is_named(run: Run, write: Write) -> None:
     assert result.err.count(line) == 1, result.everything
 
 
+def test_a_thread_that_starts_with_python_is_not_told_of_torch(run: Run, write: Write) -> None:
+    folder = write("sitecustomize.py", STARTS_A_THREAD).parent
+    program = write("train.py", "print('done')\n")
+    paths = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    result = run("-n", "2", program, env={"PYTHONPATH": paths})
+    assert (result.rc, sorted(result.lines)) == (0, ["[0] done", "[1] done"]), result.everything
+    assert result.err.count("[cuda-in-template]: what starts with this Python") == 1, (
+        result.everything
+    )
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_a_module_whose_import_takes_long_is_named(run: Run, write: Write) -> None:
     """Nothing was said of a module that hung as it was preloaded."""

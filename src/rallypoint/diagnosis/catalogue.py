@@ -473,20 +473,34 @@ def spawn_inside_run(line: str, world_size: int, program: str) -> Report:
 
 
 def cuda_in_template(module: str, line: str, found: str) -> Report:
-    """Warn that a preloaded module left what no fork survives. `line`: where, "pkg/ops.py:12", or
-    ""; `found`: "CUDA is initialised", "2 threads".
+    """Warn that a preloaded module left what no fork survives, or what starts with each Python, when
+    torch alone was imported. `line`: where, "pkg/ops.py:12", or ""; `found`: "CUDA is initialised",
+    "2 threads".
     """
+    alone = module == "torch.distributed"
+    cause = "what starts with this Python" if alone else f"importing {module}"
     return Report(
         code="cuda-in-template",
-        headline=f"importing {module} leaves a process that must not be forked: {found}",
+        headline=f"{cause} leaves a process that must not be forked: {found}",
         where=line or "during the import, before any rank was started",
         why="a forked rank cannot use CUDA, nor locks that another thread held",
         then="the job goes on: every rank gets a fresh interpreter, which starts more slowly",
         help=(
-            Help(
-                f"do not touch CUDA, or start threads, while {module} is imported: do it in a function that the ranks call"
+            *(
+                (
+                    Help(
+                        "see which thread it is: of sitecustomize, a .pth file, a tracer or debugger",
+                        'python -c "import threading; print(threading.enumerate())"',
+                    ),
+                )
+                if alone
+                else (
+                    Help(
+                        f"do not touch CUDA, or start threads, while {module} is imported: do it in a function that the ranks call"
+                    ),
+                    Help("or leave the module out of --preload"),
+                )
             ),
-            Help("or leave the module out of --preload"),
             Help("or ask for fresh interpreters, and this message goes", "--fresh"),
         ),
         exit_status=0,
