@@ -27,7 +27,7 @@ def test_a_cut_connection_is_opened_again_and_nothing_is_done_twice() -> None:
             assert store.add("n") == 2 * cuts + 1
             assert network.cut() >= 1  # a second one while a sign of life is under way
             assert store.add("n") == 2 * cuts + 2
-        assert store.statistics()["reconnects"] >= 20
+        assert store.statistics()["reconnects"] > 10  # a cut may meet the sign of life's alone
 
 
 def test_adds_of_several_threads_are_exact_while_connections_are_cut() -> None:
