@@ -858,6 +858,7 @@ def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
                 store.set("a", "1")
                 store.set_timeout(seconds(2))
                 process.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED)
                 calls: list[Callable[[], Any]] = [
                     lambda: store.get("b"),
                     lambda: store.add("n", 1),
