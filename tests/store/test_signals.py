@@ -100,6 +100,8 @@ def test_ctrl_c_in_a_call_to_a_frozen_server(
         assert store.statistics()["sessions"] == 1
 
 
+# A handler that raises between the making of a socket and the name for it: Python closes it then.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError, OSError])
 def test_an_oserror_of_a_handler_is_never_taken_for_the_sockets(
     store: Store, error: type[OSError]
