@@ -24,7 +24,7 @@ def train(place: str) -> None:
             init_method=f"tcp://{place}",
             rank=int(os.environ["RANK"]) + 1,
             world_size=3,
-            timeout=timedelta(seconds=1),
+            timeout=timedelta(seconds=3),
         )
     finally:
         dist.destroy_process_group()

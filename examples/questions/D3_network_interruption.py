@@ -69,7 +69,7 @@ def main() -> None:
         assert counted < CLIENTS * ADDS, "the cut came too late"
         assert store["n"] == CLIENTS * ADDS, store["n"]
 
-    with rallypoint.connect(address, secret=secret, timeout=0.5) as store:
+    with rallypoint.connect(address, secret=secret, timeout=2.0) as store:
         store["k"] = 1
         os.kill(server.pid, signal.SIGSTOP)  # it lives, and does nothing
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
@@ -80,7 +80,7 @@ def main() -> None:
             pass
         took = time.monotonic() - began
         os.kill(server.pid, signal.SIGCONT)
-        assert 0.5 <= took < 5.0, took
+        assert 2.0 <= took < 10.0, took
         assert store["k"] == 1, "and then it goes on"
     server.kill()
     server.join()

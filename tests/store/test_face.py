@@ -1134,7 +1134,7 @@ QUARREL = """
 import rallypoint, sys
 from rallypoint.testing import Network
 with Network() as network:
-    store = network.connect()
+    store = network.connect(ttl=3600)  # no keep-alive meets the cut
     store["n"] = 1
     network.cut()
     assert store.add("n") == 2
