@@ -70,9 +70,8 @@ def test_a_missing_script_in_another_folder(folder: Path) -> None:
     assert commands(trouble(str(folder / "src" / "trane.py"))) == [
         f"rallypoint run {folder}/src/train.py"
     ]
-    (folder / "src" / "loop.py").symlink_to(
-        "loop.py"
-    )  # is no reason to say that there is no folder
+    # A link that leads to itself is no reason to say that there is no folder.
+    (folder / "src" / "loop.py").symlink_to("loop.py")
     assert commands(trouble("src/trane.py")) == ["rallypoint run src/train.py"]
     report = trouble("nowhere/train.py")
     assert report.help[0].sentence.startswith("the folder nowhere is not there either")
@@ -317,6 +316,13 @@ def test_our_own_future_imports_do_not_leak(folder: Path) -> None:
 def test_an_archive(folder: Path) -> None:
     (folder / "app.pyz").write_bytes(b"PK\x03\x04\x00\x00")
     assert trouble("app.pyz").headline == "app.pyz is not Python source: it holds zero bytes"
+
+
+def test_a_notebook(folder: Path) -> None:
+    (folder / "my work.ipynb").write_text('{"cells": [], "metadata": {}, "nbformat": 4}')
+    report = trouble("my work.ipynb")
+    assert report.headline == "my work.ipynb is a notebook, not Python source"
+    assert commands(report) == ["jupyter nbconvert --to script 'my work.ipynb'"]
 
 
 def test_huge_and_compiled_scripts_are_left_to_the_rank(folder: Path) -> None:

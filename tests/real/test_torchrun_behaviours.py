@@ -676,6 +676,22 @@ def test_nohup(run: Run, write: Write, way: tuple[str, ...]) -> None:
     assert result.rc == 128 + signal.SIGTERM, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
+@WAYS
+def test_a_blocked_signal_stops_the_job(run: Run, write: Write, way: tuple[str, ...]) -> None:
+    """A thread that blocks signals had started the launcher, which was deaf to SIGTERM then."""
+
+    def before() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        result = run(
+            *way, "-n", "2", write("train.py", HANDLING), before=before, act=when_ready(number)
+        )
+        assert result.rc == 128 + number, result.everything
+        assert len([line for line in result.lines if "tidied" in line]) == 2, result.everything
+
+
 # --- the terminal
 # --------------------------------------------------------------------------------------------------
 

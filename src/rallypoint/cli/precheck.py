@@ -67,6 +67,11 @@ def look_at_script(program: Program, typed: Sequence[str] = (), ranks: int = 1) 
         return _not_started(
             f"{path} may not be read by this user", ("let this user read it", f"chmod u+r {path}")
         )
+    if path.endswith(".ipynb"):
+        line = f"jupyter nbconvert --to script {shlex.quote(path)}"
+        return _not_started(
+            f"{path} is a notebook, not Python source", ("write its cells into a script", line)
+        )
     if os.path.getsize(path) > LARGEST_CHECKED_SCRIPT or path.endswith(".pyc"):
         return None
     with open(path, "rb") as file:

@@ -53,6 +53,7 @@ def share(environ: Mapping[str, str], text: str, timeout: float) -> str:
         processes.die_with(parent)
         _talk(environ, text, lambda *words: os.write(writing, "\t".join(words).encode() + b"\n"))
 
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap the child
     child = processes.in_child(visit)
     os.close(writing)
     pidfd = system_calls.pidfd_open(child)

@@ -25,8 +25,9 @@ class SignalLog:
     them.
 
     A signal that was ignored when we started (SIGHUP under nohup, SIGINT of a background job) stays
-    ignored: whoever started us has decided that. Must be made in the main thread; `close()` puts
-    the former handlers back.
+    ignored: whoever started us has decided that. One that was blocked is not any longer: a thread
+    that blocks signals hands its mask on to every program that it starts, mostly without a reason.
+    Must be made in the main thread; `close()` puts the former handlers back.
     """
 
     def __init__(self, wanted: Iterable[signal.Signals]) -> None:
@@ -36,6 +37,7 @@ class SignalLog:
         for number in wanted:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._former[number] = signal.signal(number, _written_by_the_interpreter)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._former)
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
