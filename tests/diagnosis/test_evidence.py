@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import resource
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_the_difference_of_two_looks() -> None:
     seen = difference(MemoryCounters(1, path="a"), MemoryCounters(3, 4096, 5, path="a"), (7,), True)
     assert (seen.oom_kills, seen.counted, seen.limit, seen.killed_pids) == (2, True, 4096, (7,))
     assert not difference(MemoryCounters(1, path="a"), MemoryCounters(3, path="b")).counted
+
+
+def test_the_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL comes at the second of the two limits on processor time."""
+    limits = {resource.RLIMIT_AS: (4096, -1), resource.RLIMIT_CPU: (30, 60)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    seen = difference(MemoryCounters(), MemoryCounters())
+    assert (seen.address_space, seen.processor_time) == (4096, 60)
 
 
 def test_the_kernels_log(tmp_path: pathlib.Path) -> None:

@@ -633,6 +633,14 @@ HISTORIES = [
         status=137,
     ),
     History(
+        "killed-beneath-a-limit-on-processor-time",
+        job(rank(0, sig=9), stopped(1), memory=msgspec.structs.replace(COUNTED, processor_time=60)),
+        "rank-killed",
+        (0,),
+        "rank 0 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
         "killed-by-sigterm",
         job(rank(0, sig=15), stopped(1)),
         "rank-killed",

@@ -113,7 +113,8 @@ class RankEvidence(msgspec.Struct, frozen=True):
 
 
 class MemoryEvidence(msgspec.Struct, frozen=True):
-    """What the kernel says about memory: the cgroup's counters before and after, and its log."""
+    """What the kernel says about memory: the cgroup's counters before and after, its log, and the
+    limits of a process."""
 
     oom_kills: int = 0  # how many more since the job's start
     counted: bool = False  # the counter could be read both times; else oom_kills says nothing
@@ -124,6 +125,7 @@ class MemoryEvidence(msgspec.Struct, frozen=True):
     total: int = 0  # bytes of the machine; 0: unknown
     available: int = 0  # of these what could still be had when the report was made
     address_space: int = 0  # bytes that one process may map (ulimit -v); 0: no limit
+    processor_time: int = 0  # seconds that one process may use (ulimit -t); 0: no limit
 
 
 class HelperLost(msgspec.Struct, frozen=True):
@@ -304,11 +306,12 @@ def difference(
     killed_pids: tuple[int, ...] = (),
     kernel_log_read: bool = False,
 ) -> MemoryEvidence:
-    """Return what two looks at the counters, one at the kernel's log, and our own limit, which the
+    """Return what two looks at the counters, one at the kernel's log, and our own limits, which the
     ranks have inherited, say together.
     """
     counted = bool(after.path) and after.path == before.path
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    _, longest = resource.getrlimit(resource.RLIMIT_CPU)  # at the first of the two SIGXCPU is sent
     return MemoryEvidence(
         max(after.oom_kills - before.oom_kills, 0) if counted else 0,
         counted,
@@ -319,6 +322,7 @@ def difference(
         after.total,
         after.available,
         address_space=0 if most == resource.RLIM_INFINITY else most,
+        processor_time=0 if longest == resource.RLIM_INFINITY else longest,
     )
 
 

@@ -89,7 +89,9 @@ def kills_known(memory: MemoryEvidence, whom: str) -> list[str]:
 
 
 def no_kill_known(memory: MemoryEvidence, whom: str) -> list[str]:
-    """Return what speaks against a kill for memory. `whom`: the pids that were killed."""
+    """Return what speaks against a kill for memory, and for one by a limit. `whom`: the pids that
+    were killed.
+    """
     evidence = []
     if memory.counted and not memory.oom_kills:
         evidence.append(
@@ -100,6 +102,10 @@ def no_kill_known(memory: MemoryEvidence, whom: str) -> list[str]:
         evidence.append(f"the kernel's log names kills for lack of memory, but of pid {others}")
     elif memory.kernel_log_read:
         evidence.append(f"the kernel's log names no kill of {whom}")
+    if memory.processor_time:
+        evidence.append(
+            f"ulimit -t lets a process use {memory.processor_time} s of processor time; after that the kernel sends SIGKILL"
+        )
     return evidence
 
 
