@@ -357,3 +357,24 @@ def test_a_function_that_was_typed_behind_c_is_the_programs() -> None:
     assert 'File "<string>", line 2, in f' in told.traceback
     assert exception_capture.is_ours("<string>")
     assert exception_capture.is_ours("<string>", "__init__")
+
+
+def test_a_deep_recursion_is_shown_as_far_as_python_shows_it() -> None:
+    """A hundred thousand calls kept a rank busy for five seconds, and its peers waiting."""
+
+    def descend(left: int) -> None:
+        if left == 0:
+            raise RecursionError("too deep")
+        descend(left - 1)
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    try:
+        descend(5_000)
+    except RecursionError as error:
+        raised = exception_capture.raised(error)
+    finally:
+        sys.setrecursionlimit(limit)
+    # Python shows the last 1,000 calls, of which all but the last are alike.
+    assert "[Previous line repeated 996 more times]" in raised.traceback
+    assert len(raised.frames) == exception_capture.FRAMES_MOST

@@ -184,9 +184,9 @@ def message_of(error: BaseException) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return the whole traceback as Python prints it, our frames left out."""
+    """Return the traceback as Python prints it, with the last 1,000 calls; our frames left out."""
     try:
-        shown = traceback.TracebackException.from_exception(error)
+        shown = traceback.TracebackException.from_exception(error, limit=-1000)
         waiting: list[traceback.TracebackException | None] = [shown]
         while waiting:
             one = waiting.pop()
@@ -207,13 +207,12 @@ def traceback_text(error: BaseException) -> str:
 
 def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
     """Return the user's frames of a traceback, outermost first."""
-    found = [
-        _frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name)
-        for tb_frame, line in traceback.walk_tb(without_ours(tb))
-    ]
+    found = list(traceback.walk_tb(without_ours(tb)))
     if len(found) > FRAMES_MOST:
         del found[FRAMES_MOST // 2 : -FRAMES_MOST // 2]
-    return tuple(found)
+    return tuple(
+        _frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in found
+    )
 
 
 def sayable(text: str) -> str:
