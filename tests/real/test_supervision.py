@@ -479,6 +479,21 @@ def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
     assert "ulimit -n 4096" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
+def test_too_few_files_for_a_launcher_are_said_once(tmp_path: Path) -> None:
+    """A second report followed the first, and the launcher ended by SIGABRT: a library that ends a
+    thread could not be loaded.
+    """
+    program = tmp_path / "train.py"
+    program.write_text("print('here')\n")
+    shell = ['ulimit -n 20; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint"]
+    result = run_job(
+        [*shell, "run", "-n", "4", str(program)], state=tmp_path, launcher=("/bin/sh", "-c")
+    )
+    assert (result.rc, result.codes) == (1, ["files-exhausted"]), result.everything
+    assert "ulimit -n is 20" in result.err
+
+
 def test_little_address_space_is_named(tmp_path: Path) -> None:
     """The import of torch fails then, or ends the template with SIGABRT, which was "please report
     it".

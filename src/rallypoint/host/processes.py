@@ -57,6 +57,8 @@ def prepare_to_supervise() -> tuple[int, int]:
     _check_system_calls()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = limit
+    if 0 <= hard < 32:  # a job that fails must still be able to say why
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     signal.signal(
