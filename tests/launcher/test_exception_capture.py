@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sys
 import traceback
 import urllib.request
@@ -338,6 +339,19 @@ def test_what_a_program_runs_by_exec_stands_in_its_traceback() -> None:
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][
         -1
     ] == "<module>"
+
+
+def test_an_exception_of_a_frozen_dataclass_is_stripped_as_any_other() -> None:
+    """It refuses that its attributes are set: that error hid the program's own."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        step: int
+
+    with pytest.raises(Frozen) as caught:
+        raise Frozen(3)
+    exception_capture.strip(caught.value)
+    assert exception_capture.raised(caught.value).type.endswith("Frozen")
 
 
 def test_a_function_that_was_typed_behind_c_is_the_programs() -> None:

@@ -838,6 +838,13 @@ class Rude(Exception):
         raise RuntimeError("no")
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """An exception whose class lets nobody set an attribute, `__cause__` neither."""
+
+    step: int
+
+
 def failing(depth: int) -> None:
     if depth:
         failing(depth - 1)
@@ -948,6 +955,14 @@ def test_an_exception_whose_class_cannot_be_had_here(ranks: Ranks, tmp_path: Pat
     assert str(caught.value) == "parcel_errors.Own: lost"
     assert caught.value.__notes__[0] == "why"
     assert "raise error" in str(caught.value.__cause__)
+
+
+def test_an_exception_that_lets_nobody_set_its_attributes() -> None:
+    error = Frozen(3)
+    error.__dict__["__notes__"] = ["a note"]
+    arrived: Any = raised(error)
+    assert (type(arrived), arrived.step, arrived.__notes__) == (Frozen, 3, ["a note"])
+    assert isinstance(arrived.__cause__, RemoteTraceback)
 
 
 @pytest.mark.parametrize("error", [Liar("x"), Rude("y")], ids=["liar", "rude"])

@@ -60,7 +60,8 @@ def without_ours(tb: TracebackType | None) -> TracebackType | None:
 def strip(error: BaseException) -> None:
     """Take our frames out of an exception and of all that hang from it."""
     for one in chain(error):
-        one.__traceback__ = without_ours(one.__traceback__)
+        # Past its own `__setattr__`: that of a frozen dataclass refuses.
+        BaseException.with_traceback(one, without_ours(one.__traceback__))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from rallypoint.launcher.worker.worker_hooks import Hooks, Variable
 
 
-@contextlib.contextmanager
-def opened(backend: str, timeout: float | None, line: str, hooks: Hooks) -> Iterator[None]:
-    """Open the default group, with this rank's device if the backend needs one, and close it, also
-    when the function raises. The function may have closed it itself. `line`: where `launch` was
-    called."""
+def called(
+    work: Callable[[], Any], backend: str, timeout: float | None, line: str, hooks: Hooks
+) -> Any:
+    """Call a function in the default group, which is opened with this rank's device if the backend
+    needs one, and closed, also when the function raises. It may have closed it itself. `line`:
+    where `launch` was called.
+
+    No context manager: contextlib fails with an exception that refuses attributes."""
     import torch
     import torch.distributed as dist
 
@@ -33,7 +35,7 @@ def opened(backend: str, timeout: float | None, line: str, hooks: Hooks) -> Iter
         dist.init_process_group(**options)
     hooks.opened_at = line or "launch"
     try:
-        yield
+        return work()
     finally:
         hooks.opened_at = ""
         if dist.is_initialized():

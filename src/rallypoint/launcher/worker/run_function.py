@@ -77,8 +77,9 @@ def _called(task: Task, rank: int, fds: list[int], hooks: Hooks) -> Any:
         return function(*args, **kwargs)
     from rallypoint.launcher.worker import process_group
 
-    with process_group.opened(task.backend, task.backend_timeout, task.line, hooks):
-        return function(*args, **kwargs)
+    return process_group.called(
+        lambda: function(*args, **kwargs), task.backend, task.backend_timeout, task.line, hooks
+    )
 
 
 def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:

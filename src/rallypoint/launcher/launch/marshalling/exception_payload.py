@@ -29,6 +29,9 @@ BYTES_MOST = 16 * 1024 * 1024
 TEXT_BYTES_MOST = 256 * 1024
 """Maximum bytes of a message, a note, a traceback: as much as a person can scroll through."""
 
+_set = BaseException.__setattr__
+"""Setter of an attribute, past that of the class: a frozen dataclass refuses."""
+
 Dumps = Callable[[object], bytes]
 Loads = Callable[[bytes], Any]
 
@@ -130,13 +133,13 @@ def rebuilt(text: str, records: list[ExceptionRecord], loads: Loads) -> BaseExce
         made[number] = _one(records[number], loads, made)
     for number, record in enumerate(records):
         error = made[number]
-        error.__cause__ = made.get(record.cause)
-        error.__context__ = made.get(record.context)
-        error.__suppress_context__ = record.suppress
+        _set(error, "__cause__", made.get(record.cause))
+        _set(error, "__context__", made.get(record.context))
+        _set(error, "__suppress_context__", record.suppress)
     first = made[0]
     if first.__cause__ is not None:
-        first.__context__ = first.__cause__
-    first.__cause__ = RemoteTraceback(notebook_cells.named(text.rstrip("\n")))
+        _set(first, "__context__", first.__cause__)
+    _set(first, "__cause__", RemoteTraceback(notebook_cells.named(text.rstrip("\n"))))
     return first
 
 
@@ -158,8 +161,8 @@ def _one(
     if error is None:
         error = RemoteError(record.type, record.message)
     error.__dict__.pop("__notes__", None)  # those of an exception that was sent whole
-    for note in record.notes:
-        error.add_note(note)
+    if record.notes:
+        _set(error, "__notes__", record.notes)
     return error
 
 
@@ -173,7 +176,7 @@ def _built(data: Any, record: ExceptionRecord, members: list[BaseException]) -> 
         error = _by_c(kind, "__new__")(kind, *args)
         _by_c(kind, "__init__")(error, *args)
     for name, value in state.items():
-        setattr(error, name, value)
+        _set(error, name, value)
     return error
 
 
