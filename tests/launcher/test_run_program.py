@@ -219,6 +219,35 @@ def test_a_stand_in_for_stderr_that_cannot_write_or_flush_does_not_take_the_exce
 
 
 @pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("__str__", "<message cannot be shown: SystemExit>"),
+        ("__getattribute__", "<message cannot be shown>"),
+        ("__dict__", "<message cannot be shown>"),
+    ],
+)
+def test_an_exception_whose_class_raises_wherever_it_is_looked_at_is_named(
+    tmp_path: Path, method: str, message: str
+) -> None:
+    """The second one was looked at as the first, and so on, a thousand times: minutes."""
+    text = f"""\
+class Odd(Exception):
+    @property
+    def {method}(self, *_):
+        raise {"SystemExit(9)" if method == "__str__" else "RuntimeError"}
+
+raise Odd("nan")
+"""
+    if method != "__dict__":
+        text = text.replace("    @property\n", "")
+    (tmp_path / "train.py").write_text(text)
+    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, timeout=30)
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert f"raised Odd: {message}\n" in result.report, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_what_another_thread_writes_beside_a_traceback_is_not_lost(tmp_path: Path) -> None:
     """Descriptor 2 leads elsewhere while a stand-in for `sys.stderr` gets the traceback."""
     (tmp_path / "train.py").write_text(BUSY)

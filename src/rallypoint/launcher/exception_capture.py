@@ -177,7 +177,7 @@ def message_of(error: BaseException) -> str:
     """Return `str(error)`, also when that raises."""
     try:
         return str(error)
-    except Exception as problem:
+    except BaseException as problem:
         # A signal handler of the program's raised, and not `__str__`.
         if interruptions.raised_by_handler(problem):
             raise

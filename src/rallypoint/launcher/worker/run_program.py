@@ -14,9 +14,9 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from rallypoint.diagnosis import stacks
-from rallypoint.diagnosis.raised import cut
+from rallypoint.diagnosis.raised import Raised, cut
 from rallypoint.host import archives
-from rallypoint.launcher import exception_capture
+from rallypoint.launcher import exception_capture, interruptions
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launcher.worker import child_processes, gloo
@@ -85,7 +85,12 @@ def _end_by(hooks: Hooks | None, error: BaseException, given: StderrAsGiven | No
                 listens = tell_uncaught(hooks, error, printed=not silent)
     except BaseException as later:
         # A signal's handler of the program's has raised: it is that by which the program ends.
-        _end_by(hooks, later, given)
+        if interruptions.raised_by_handler(later):
+            _end_by(hooks, later, given)
+        # Its class raises wherever it is looked at. Ends by `sys.exit` cannot.
+        if hooks is not None:
+            kind = exception_capture.type_name(type(error))
+            hooks.tell(Uncaught(Raised(kind, "<message cannot be shown>", (), ""), printed=True))
     if not isinstance(error, SystemExit):
         if given is not None and silent and listens:
             given.print_beside(error)
