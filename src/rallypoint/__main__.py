@@ -12,6 +12,9 @@ import sys
 
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+# `python -m` puts the working directory first, where a user's `random.py` may be.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]
 # What imports make stays: to look for garbage in it is a tenth of the start.
 gc.set_threshold(20_000)
 

@@ -48,6 +48,22 @@ def test_a_job_on_one_node_loads_no_part_for_several(tmp_path: Path) -> None:
     assert [name for name in loaded if name.startswith(slow)] == []
 
 
+def test_a_module_of_the_working_directory_is_not_taken_for_pythons(tmp_path: Path) -> None:
+    """`python -m` puts that directory first; it was an error of ours, and a status of 70."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('of the user')\n")
+    (tmp_path / "train.py").touch()
+    started = subprocess.run(
+        [sys.executable, "-m", "rallypoint", "run", "--fresh", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "XDG_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (started.returncode, started.stdout + started.stderr) == (0, "")
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert cli.main(["-h"]) == 0
