@@ -3272,6 +3272,12 @@ def test_a_loader_that_died_while_its_batch_was_taken_is_no_queue_of_the_program
         )
     )
     assert killed.evidence[0] == "the kernel's log says that it killed pid 24990"
+    left = "DataLoader worker (pid 24990) exited unexpectedly with exit code 3"
+    text = f"{error.traceback}\nRuntimeError: {left}. Details are lost due to multiprocessing."
+    told = msgspec.structs.replace(error, traceback=text)
+    (report,) = diagnose(job(stopped(0), rank(1, 1, raised=told, at=1.3), memory=COUNTED))
+    assert (report.why, report.evidence) == (f"then torch said: {left}", ())
+    assert [help.command for help in report.help] == ["DataLoader(..., num_workers=0)"]
 
 
 def test_what_torchs_signal_handler_raised_over_it_says_who_was_killed() -> None:

@@ -14,6 +14,7 @@ from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.report import Help, Report
 
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
+_LEFT = re.compile(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code \d+")
 
 
 def producer_gone(case: Case, error: Raised) -> Report:
@@ -25,6 +26,10 @@ def producer_gone(case: Case, error: Raised) -> Report:
     case = case if sure else likely(case)
     if any(_LOADER.search(frame.file) for frame in error.frames):
         headline = f"{_workers(case)} did not hand over {'its batch' if len(case.ranks) == 1 else 'their batches'}: {named(error)}"
+        # Raised over it, by torch's handler of SIGCHLD: that memory ran out is another story.
+        if said := _LEFT.search(error.traceback):
+            why = f"then torch said: {said[0]}"
+            return account(case, "producer-gone", headline, error, why=why, help=(LOAD_IN_RANK,))
         memory = case.node.memory
         killed = process_ids(memory.killed_pids) if memory.killed_pids else ""
         return account(
