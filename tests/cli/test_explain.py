@@ -466,13 +466,33 @@ def test_no_package_is_guessed_from_the_name_of_an_import(
     )
 
 
-@pytest.mark.parametrize("word", ["137", "-9", "143", "139", "134", "SIGBUS", "sigsegv", "3"])
+@pytest.mark.parametrize(
+    "word", ["137", "-9", "143", "139", "134", "SIGBUS", "sigsegv", "3", "255"]
+)
 def test_an_exit_status_has_a_page(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The right answer was dressed as an error of usage: "there is no code and no file 137"."""
     status, out, err = _explained(capsys, word)
     assert (status, err) == (0, "")
     assert out.startswith(f"{word}: ")
     assert "# rank-" in out
+
+
+def test_75_is_that_of_a_lost_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was "an exit status that the program chose", with the page of sys.exit."""
+    status, out, _ = _explained(capsys, "75")
+    assert status == 0
+    assert out.startswith("75: a node was lost or did not come, ")
+    assert "# node-lost" in out
+
+
+def test_names_of_logs_that_are_not_there_are_no_message(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two wrong names were read as a message: "nothing in this line says why"."""
+    names = [str(tmp_path / name) for name in ("node0.log", "node1.log")]
+    status, _, err = _explained(capsys, *names)
+    assert status == 2
+    assert f"there is no file {names[0]}" in err
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -74,7 +74,7 @@ def _explain(words: Sequence[str], error_format: str) -> int:
     if not message.strip():
         help = (("see the codes", "rallypoint explain"),)
         raise UsageError("usage", "the message is empty", help=help)
-    if (any(there) or word) and all(map(_is_path, words)):
+    if all(map(_is_path, words)):
         return _tell(_of_files(words), error_format)
     reports = _of_message(message)
     is_name = " " not in word and ":" not in word and not word.endswith(("Error", "Exception"))
@@ -134,13 +134,16 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
     when it is neither.
     """
     from rallypoint.diagnosis.causes.wording import CRASHES
+    from rallypoint.diagnosis.report import TEMPORARY
 
     by_name = signal.Signals.__members__.get("SIG" + word.upper().removeprefix("SIG"))
     number = int(word) if re.fullmatch(r"-?[0-9]{1,3}", word) else 0
     by_number = {one.value: one for one in signal.Signals}
     found = by_name or by_number.get(-number if number < 0 else number - 128)
+    if number == TEMPORARY:
+        return "a node was lost or did not come, unless the program chose it", "node-lost"
     if found is None:
-        is_status = 0 < number < 128
+        is_status = 0 < number < 256
         return ("an exit status that the program chose", "rank-exited") if is_status else None
     said = (
         "a signal that ends a process"
