@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,14 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         ["20260102-030407-ef56", "2026-01-02 03:04:07", "2.0 s", "2", "launcher killed", command],
         ["20260102-030405-ab12", "2026-01-02 03:04:05", "2.1 s", "2", "1 rank-raised", command],
     ]
+
+
+def test_a_call_of_launch_began_when_it_was_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """All calls of a program had the moment of the first one, and one that ran "took" as long."""
+    path = keep("20260102-030405-ab12", task={"name": "train", "line": "train.py:9"})
+    at = time.mktime((2026, 1, 2, 4, 5, 6, 0, 0, -1))
+    os.utime(path / "plan.json", (at, at))
+    assert "  began    2026-01-02 04:05:06\n" in shown(capsys)
 
 
 def test_the_list_on_a_narrow_terminal(

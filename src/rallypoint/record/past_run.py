@@ -211,9 +211,9 @@ def _reason(error: OSError | msgspec.DecodeError) -> str:
 
 
 def _began(plan: KeptPlan, written: float) -> float:
-    """Return the moment that stands in the job's name, which is older than any file of it; else
-    when the plan was written."""
-    stamp = _STAMP.match(plan.job)
+    """Return the moment that stands in the job's name, which is older than any file of it; else,
+    and for a call of launch(), when the plan was written: the name is that of the first call."""
+    stamp = None if plan.task else _STAMP.match(plan.job)
     if stamp:
         try:
             return datetime.datetime.strptime(stamp.group(1), "%Y%m%d-%H%M%S").timestamp()
