@@ -97,6 +97,15 @@ def test_environment_of_a_worker_is_torchruns() -> None:
     }
 
 
+def test_a_lone_rank_has_its_variables_in_the_dry_run_too() -> None:
+    """The dry run said True, and the rank had False."""
+    made = plan(nproc=1)
+    assert variables_of(made, alone(made), 0)["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert "TORCHELASTIC_USE_AGENT_STORE=False" in describe(made)
+    made = plan(nproc=1, plain=True)
+    assert variables_of(made, alone(made), 0)["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
 def test_a_rank_on_another_node_has_the_numbers_of_its_seat() -> None:
     made = plan(nproc=2)
     seat = Seat(0, 1, World.of([4, 2, 1]), "10.0.0.1", 29500)

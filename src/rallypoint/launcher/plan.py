@@ -687,6 +687,8 @@ def at_node(plan: Plan, seat: Seat, job: str, max_restarts: int) -> Plan:
 def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
     """Return the variables that we set for a rank in one attempt: torchrun's contract, and ours."""
     rank, size = str(seat.ranks[local_rank]), str(seat.world.size)
+    # See torch_hooks.py: a program that spawns its own ranks must find torch's plain meaning.
+    plain = not plan.torch or (seat.world.size == 1 and plan.hooks)
     return {
         "RALLYPOINT_JOB": plan.job,
         "GROUP_RANK": str(seat.node),
@@ -699,6 +701,7 @@ def variables_of(plan: Plan, seat: Seat, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": plan.run_id or plan.job,
         **plan.environment,
         **plan.rank_environment[local_rank],
+        **({"TORCHELASTIC_USE_AGENT_STORE": "False"} if plain else {}),
         "RANK": rank,
         "ROLE_RANK": rank,
         "MASTER_ADDR": seat.master_addr,

@@ -164,9 +164,6 @@ class Attempt:
             environment["RALLYPOINT_STORE"] = self.store.address
         if handle.error_file:
             environment["TORCHELASTIC_ERROR_FILE"] = handle.error_file
-        # See torch_hooks.py: a program that spawns its own ranks must find torch's plain meaning.
-        if not plan.torch or self._is_single:
-            environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         if self.seat.interface:
             # Else gloo and tensorpipe bind what the host's own name resolves to: 127.0.1.1, mostly.
             for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
