@@ -266,7 +266,9 @@ def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
         "test_how_many: @pytest.mark.ranks: it takes the number of ranks: @pytest.mark.ranks(4"
         in done.stdout
     ), done.stdout
-    assert "test_misspelled: @pytest.mark.ranks: it has no backed: " in done.stdout, done.stdout
+    assert "test_misspelled: @pytest.mark.ranks: it has no argument backed: " in done.stdout, (
+        done.stdout
+    )
     assert (
         "ranks 0-1:\nan async function: @pytest.mark.ranks has run nothing of it" in done.stdout
     ), done.stdout
@@ -276,6 +278,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
     ), done.stdout
     # Ninety lines of our own source stood before these words.
     assert "test_text: @pytest.mark.ranks: nproc='2': a number of ranks is an int" in done.stdout
+    assert "During handling" not in done.stdout
     assert "launch.py" not in done.stdout, done.stdout
     assert "6 failed, 1 error" in done.stdout
 

@@ -94,7 +94,7 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
     except RallypointError as error:
         _refuse(item, error)
     except TypeError as error:  # of `launch` itself, about a value in the marker
-        pytest.fail(f"{item.name}: @pytest.mark.ranks: {error}", False)
+        raise pytest.fail.Exception(f"{item.name}: @pytest.mark.ranks: {error}", False) from None
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -129,7 +129,9 @@ def _wanted(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
     unknown = wanted.keys() - OPTIONS
     if len(marker.args) > 1 or "nproc" not in wanted or unknown:
         what = (
-            f"it has no {', '.join(sorted(unknown))}" if unknown else "it takes the number of ranks"
+            f"it has no argument {', '.join(sorted(unknown))}"
+            if unknown
+            else "it takes the number of ranks"
         )
         pytest.fail(
             f'{item.name}: @pytest.mark.ranks: {what}: @pytest.mark.ranks(4, backend="gloo", timeout=60)',
