@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rallypoint.launcher.launch import notebook_cells
+from rallypoint.launcher.launch.marshalling import object_path
 
 
 @pytest.fixture
@@ -36,6 +37,16 @@ def test_a_cells_file_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir("/tmp")
     assert notebook_cells.named("ipykernel_7/221.py:2") == "Cell In[4]:2", (
         "as a place is shown in a folder above it"
+    )
+
+
+@pytest.mark.usefixtures("notebook")
+def test_a_refusal_names_the_cell() -> None:
+    """A lock that a function read was "global lock in /tmp/ipykernel_7/221.py"."""
+    file = "/tmp/ipykernel_7/221.py"
+    assert (
+        object_path.global_text("lock", file, "train", file, 4)
+        == "global lock, used by train at Cell In[4]:4"
     )
 
 

@@ -25,7 +25,7 @@ from rallypoint.errors import UsageError
 from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.host.processes import working_folder
 from rallypoint.launcher import nested_launch
-from rallypoint.launcher.launch import agent_pool
+from rallypoint.launcher.launch import agent_pool, notebook_cells
 from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, LONGEST_WAIT, threads_of_a_rank
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ def launch(
         request = Call(
             task=Task(
                 name=called.name,
-                line=exception_capture.line_of(exception_capture.user_frame(sys._getframe(1))),
+                line=notebook_cells.named(
+                    exception_capture.line_of(exception_capture.user_frame(sys._getframe(1)))
+                ),
                 argv=tuple(sys.argv),
                 payload_fds=len(packed.fds),
                 folder=folder,

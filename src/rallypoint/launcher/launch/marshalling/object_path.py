@@ -14,6 +14,7 @@ from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
 from rallypoint.launcher import exception_capture
+from rallypoint.launcher.launch import notebook_cells
 from rallypoint.launcher.launch.marshalling import global_reads
 from rallypoint.launcher.launch.marshalling.importable import Importable, is_users
 from rallypoint.wire.values import shown
@@ -143,7 +144,7 @@ def _children(owner: object) -> Iterator[tuple[str, str, object]]:
 def _children_of_function(function: FunctionType) -> Iterator[tuple[str, str, object]]:
     code, name_of = function.__code__, function.__qualname__
     file = code.co_filename
-    here = f"{name_of} at {exception_capture.shown_path(file)}:{code.co_firstlineno}"
+    here = f"{name_of} at {_shown(file)}:{code.co_firstlineno}"
     for name, value in global_reads.closure(function).items():
         yield name, f"closure variable {name} in {here}", value
     positional = code.co_varnames[: code.co_argcount]
@@ -161,6 +162,9 @@ def global_text(name: str, made_in: str, function: str, used_in: str, line: int)
     """Return `global lock in train.py:6, used by increment at train.py:9`, as far as it is
     known."""
     made = global_reads.line_of_definition(made_in, name)
-    at = f" in {exception_capture.shown_path(made_in)}:{made}" if made else ""
-    used = f"{exception_capture.shown_path(used_in)}:{line}"
-    return f"global {name}{at}, used by {function} at {used}"
+    at = f" in {_shown(made_in)}:{made}" if made else ""
+    return f"global {name}{at}, used by {function} at {_shown(used_in)}:{line}"
+
+
+def _shown(file: str) -> str:
+    return notebook_cells.named(exception_capture.shown_path(file))
