@@ -560,6 +560,33 @@ def test_the_live_line_stands_below_all_others_and_disappears(
     assert emulate(rig.out.whole()) == ["[0] one", "rallypoint: a word"]
 
 
+def test_the_live_row_ends_before_a_line_goes_through_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`| tee log` wrote behind the row, and `| less` lost its prompt by the row's next update."""
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = pty.openpty()
+    read, piped = os.pipe()
+    out, err = Reader(read), Reader(master)
+    pump = LogPump(str(tmp_path), (0, 1), stdout_fd=piped, stderr_fd=slave)
+    pump.start()
+    theirs, mine = os.pipe()
+    pump.attach(0, "stdout", theirs)
+    pump.live("rallypoint: 2 importing")
+    err.until(lambda text: b"2 importing" in text)
+    write(mine, b"one\n")
+    out.until(lambda text: text == b"[0] one\n")
+    pump.live("rallypoint: 1 importing")
+    pump.say("rallypoint: a word")
+    os.close(mine)
+    assert pump.close(SOON)
+    os.close(piped)
+    os.close(slave)
+    out.whole()
+    assert b"1 importing" not in err.whole()
+    assert emulate(err.whole()) == ["rallypoint: a word"]
+
+
 def test_nothing_is_rewritten_where_there_is_no_terminal(
     rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

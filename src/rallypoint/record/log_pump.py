@@ -193,6 +193,9 @@ class LogPump:
         self._stdout = _Console(stdout_fd)
         # One text, and one cursor, when both lead to the same place.
         self._stderr = self._stdout if is_same_file(stdout_fd, stderr_fd) else _Console(stderr_fd)
+        # What reads a pipe (`| tee log`, `| less`) may write to the terminal that has the live row.
+        self._row_ends = _is_pipe(stdout_fd) and self._stderr is not self._stdout
+        self._has_row = True
         self._trouble = Trouble(self._say_in_turn)
         self._lock = (
             threading.Lock()
@@ -285,7 +288,7 @@ class LogPump:
         """Show the row at the bottom of a terminal that is rewritten in place; None removes it.
         Elsewhere nothing happens."""
         if self.terminal and not self._closed:
-            self._submit(lambda: self._stderr.screen.live(text or ""), ordered=False)
+            self._submit(lambda: self._live(text or ""), ordered=False)
 
     def note(self, local_rank: int, text: str) -> None:
         """Put text into a rank's log, its last words and the file of its teed stderr as if it had
@@ -497,6 +500,10 @@ class LogPump:
                 with self._lock:
                     sink.lines += text.count(b"\n")
                 self._keep(sink.file, text)
+        if self._row_ends and self._stdout.screen.out:
+            self._live("")
+            self._row_ends, self._has_row = False, False
+            self._write(self._stderr, self._stderr.screen.take())
         for console in (self._stdout, self._stderr):
             text = console.screen.take()
             if text and console.fd is not None:
@@ -553,6 +560,10 @@ class LogPump:
             self._orders.append(_Order(ordered, action, done))
             os.eventfd_write(self._wake, 1)
         return done
+
+    def _live(self, text: str) -> None:
+        if self._has_row:
+            self._stderr.screen.live(text)
 
     def _attach(self, local_rank: int, name: StreamName, fd: int, tee: int | None) -> None:
         stream = _Stream(self._locals[local_rank], name, local_rank, fd, self._prefixes[local_rank])
@@ -673,6 +684,13 @@ def is_same_file(one: int, other: int) -> bool:
     return os.path.samestat(first, second) and not (
         stat.S_ISCHR(first.st_mode) and first.st_rdev == os.makedev(1, 3)
     )
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def _path_of(fd: int) -> str:
