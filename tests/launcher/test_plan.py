@@ -506,6 +506,7 @@ def test_ranks_that_are_not_there_are_said() -> None:
     assert made.notes == (
         "-t names local ranks that this job has not: 5-6; its ranks are 0-1",
         "--local-ranks-filter names local ranks that this job has not: 7; its ranks are 0-1",
+        "--local-ranks-filter leaves no rank to show: their words are in the logs alone",
     )
     assert made.logs.console == ()
 

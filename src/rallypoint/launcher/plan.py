@@ -634,6 +634,10 @@ def _logs(options: Options, size: int, run_dir: str, machine: Machine) -> tuple[
         for rank in range(size)
         if not options.local_ranks_filter or rank in options.local_ranks_filter
     )
+    if not console:
+        notes.append(
+            "--local-ranks-filter leaves no rank to show: their words are in the logs alone"
+        )
     plan = LogPlan(
         redirects=redirects,
         tee=tee,

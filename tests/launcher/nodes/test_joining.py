@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rallypoint.launcher.nodes import refusals
 from rallypoint.launcher.nodes.decisions import Tell, TellAll
 from rallypoint.launcher.nodes.joining import (
     DUPLICATE_PATIENCE,
@@ -308,6 +309,14 @@ def test_after_a_while_the_missing_are_named_with_what_those_that_tried_said() -
     assert all(host in text for host in ("gpu02", "gpu03", "10.0.0.9"))
     assert "its secret is another one" in text
     assert machine.due == 2 * ROLL_CALL_OF_NODES
+
+
+def test_where_a_node_was_refused_more_time_is_not_the_first_advice() -> None:
+    for roll, first in (
+        (["refused: gpu02 was started with another program"], "read in the report of the node"),
+        (["missing: node 1"], "start the same command on every node"),
+    ):
+        assert refusals.timed_out("1 of 2 nodes did not come", roll).help[0][0].startswith(first)
 
 
 def test_a_stranger_cannot_write_lines_on_the_screens_of_the_nodes() -> None:
