@@ -421,6 +421,38 @@ def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_ranks_that_do_not_end_are_named_while_they_are_waited_for(tmp_path: Path) -> None:
+    """Nothing was said until the grace was over: a notebook's cell seemed to ignore the interrupt."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import signal, time
+            import rallypoint
+
+            def work():
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                print("ready", flush=True)
+                time.sleep(600)
+
+            rallypoint.launch(work, nproc=2)
+            """
+        )
+    )
+    with running(path, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        assert [program.stdout.readline()[3:] for _ in range(2)] == [" ready\n"] * 2
+        os.kill(program.pid, signal.SIGINT)
+        assert program.stderr.readline() == (
+            "rallypoint: waiting up to 30 s for ranks 0-1 to end; Ctrl-C again kills them\n"
+        )
+        os.kill(program.pid, signal.SIGINT)
+        _, err = program.communicate(timeout=60)
+    assert "ranks 0-1 did not end and were killed: a second signal (SIGINT) has come" in err
+
+
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_the_caller(tmp_path: Path, number: int) -> None:
     path = tmp_path / "program.py"

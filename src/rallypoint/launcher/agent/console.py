@@ -222,9 +222,13 @@ class Console:
         self.say("\n".join(lines))
 
     def say_waiting(self, ranks: Sequence[int], seconds: float, hurry: str) -> None:
-        """Say which ranks were asked to end and have not ended yet."""
+        """Say which ranks were asked to end and have not ended yet, also to a caller of `launch`,
+        which is told nothing else before the end.
+        """
+        if self._plan.quiet and self._plan.task is None:
+            return
         them = "it" if len(ranks) == 1 else "them"
-        self.remark(
+        self.say(
             f"rallypoint: waiting up to {seconds:g} s for {ranks_phrase(ranks)} to end; {hurry} kills {them}"
         )
 
