@@ -40,6 +40,35 @@ def test_the_examples_of_the_reference(tmp_path: Path, installed: Path) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
+def test_what_ends_the_test_from_outside_shows_nothing_of_ours(
+    tmp_path: Path, installed: Path
+) -> None:
+    """pytest-timeout fails a test from its signal handler: 160 lines of launch's source followed."""
+    done = outcome(
+        tmp_path,
+        installed,
+        """
+        import signal, time
+        import pytest
+
+        @pytest.fixture
+        def alarm():
+            def ring(*_):
+                pytest.fail("Timeout (>1.0s)")
+            signal.signal(signal.SIGALRM, ring)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+
+        @pytest.mark.ranks(2)
+        def test_hangs(alarm):
+            time.sleep(600)
+        """,
+    )
+    assert (
+        "Timeout (>1.0s) (timeout= of @pytest.mark.ranks says where each rank was)" in done.stdout
+    )
+    assert "launch.py" not in done.stdout, done.stdout
+
+
 def test_bodies_run_on_all_ranks_with_parameters_fixtures_and_classes(
     tmp_path: Path, installed: Path
 ) -> None:

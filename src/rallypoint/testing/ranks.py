@@ -93,6 +93,9 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
         _conclude(item, error, _read(folder))
     except RallypointError as error:
         _refuse(item, error)
+    except pytest.fail.Exception as error:  # of pytest-timeout: it knows this process alone
+        told = f"{error.msg} (timeout= of @pytest.mark.ranks says where each rank was)"
+        raise pytest.fail.Exception(told, False) from None
     except TypeError as error:  # of `launch` itself, about a value in the marker
         raise pytest.fail.Exception(f"{item.name}: @pytest.mark.ranks: {error}", False) from None
     shutil.rmtree(folder, ignore_errors=True)
