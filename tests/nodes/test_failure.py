@@ -287,6 +287,18 @@ def test_a_lead_that_stands_still_is_named_and_ends_when_it_goes_on(jobs: Jobs) 
     assert "stood still" in running.each[0].output()
 
 
+def test_a_signal_to_a_node_whose_lead_stands_still_is_named(jobs: Jobs) -> None:
+    """No report comes from the lead: the launcher's own names the signal that it got."""
+    running = Running(jobs, STAY, "--node-timeout", "20")
+    jobs.cluster[0].freeze()
+    running.each[1].send(signal.SIGTERM)
+    running.each[1].wait_for(r"^stopped\[interrupted\]: .*SIGTERM", 15)
+    running.each[1].send(signal.SIGTERM)
+    jobs.cluster[0].kill()
+    assert running.each[1].wait() == 143
+    assert "cause is not known" not in running.each[1].output()
+
+
 def test_a_short_break_of_a_link_is_borne(jobs: Jobs) -> None:
     running = Running(jobs)
     for node in jobs.cluster.nodes[:2]:

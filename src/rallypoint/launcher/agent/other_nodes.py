@@ -119,6 +119,7 @@ class OtherNodes:
         self._store_listener: HeldPort | None = None  # of the next attempt, on node 0
         self._changed: set[int] = set()  # ranks about which the lead is to be told
         self._is_told = False  # the lead knows that this attempt has failed
+        self._stopped_by = ("", "")  # because, and the signal, when it is stopped from outside
         self._all_wait = False  # it has been told that all ranks here wait
         self._evidence = NodeEvidence()
         self._sentence: Sentence | None = None  # that came before this node was ready for it
@@ -239,6 +240,7 @@ class OtherNodes:
                 job.feed(supervisor.Next(seat.attempt, seat.ranks))
             case Judge(because, name):
                 self._is_told = True
+                self._note_signal(because, name)
                 job.feed(supervisor.Elsewhere(because, name))
             case Sentence():
                 self._sentence = heard
@@ -309,6 +311,7 @@ class OtherNodes:
 
     def _begin_attempt(self) -> None:
         self._is_told = self._all_wait = False
+        self._stopped_by = ("", "")
         self._sentence = None
 
     def _shares_screen(self) -> bool:
@@ -345,9 +348,14 @@ class OtherNodes:
         """Tell the lead that this node judges, unless the lead has said so itself; and of every
         signal.
         """
+        self._note_signal(because, signal)
         if signal or not self._is_told:
             self._is_told = True
             self._membership.send(Failing(self._job.seat.node, because, signal))
+
+    def _note_signal(self, because: str, name: str) -> None:
+        if name and not self._stopped_by[1]:
+            self._stopped_by = because, name
 
     def over(self, well: bool) -> None:
         """Tell the lead that every rank of the attempt has ended here. It is the last word of this
@@ -405,7 +413,8 @@ class OtherNodes:
         if sentence is None:
             seat = job.seat
             alone = FailedAttempt({seat.node: self._evidence}, world_size=seat.world.size)
-            sentence = judge(self._plan, alone)
+            because, name = self._stopped_by
+            sentence = judge(self._plan, alone._replace(because=because, signal=name))
         self._show(sentence)
         job.feed(supervisor.Judged(sentence.status, sentence.same))
 
