@@ -6,6 +6,7 @@ import importlib
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,20 @@ def test_a_place_that_arrives_as_other_words_is_refused(
     with pytest.raises(UsageError) as caught:
         endpoint.handed_over(Nodes(count=2, rank=1, exchange="pmi"), None, {})
     assert caught.value.code == "cluster-unclear"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"host": "job-svc"}, "has the address job-svc"),
+        ({"host": "0.0.0.0"}, "has the address 0.0.0.0"),
+        ({"folder": "/shared/job"}, "written into /shared/job"),
+        ({"rank": 0}, ""),
+        ({"is_host": True}, ""),
+        ({"lead": ("10.0.0.1",)}, ""),
+    ],
+)
+def test_why_a_node_leads_is_told_where_nobody_has_said_it(given: Any, words: str) -> None:
+    told = endpoint.why_it_leads(Nodes(count=2, **given), "gpu01")
+    assert words in told
+    assert bool(told) is bool(words)

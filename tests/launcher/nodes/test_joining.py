@@ -264,6 +264,17 @@ def test_a_lead_that_other_machines_do_not_reach_is_named(address: str, told: bo
     assert any("other machines do not reach" in line for line in lines) is told
 
 
+def test_a_lead_that_is_alone_says_why_it_leads() -> None:
+    """Each of two nodes leads where a name has the addresses of both, or both have the folder."""
+    machine = Joining(LEAD, timeout=600.0, leads_since="gpu00 leads since it has the address job")
+    come(machine, LEAD)
+    (missing,) = machine.handle(Tick(), ROLL_CALL_OF_NODES)
+    assert lines_of(missing)[-1] == "gpu00 leads since it has the address job"
+    come(machine, applicant(1))
+    (missing,) = machine.handle(Tick(), 2 * ROLL_CALL_OF_NODES)
+    assert not any("leads since" in line for line in lines_of(missing))
+
+
 def test_one_that_asks_for_the_place_of_the_lead() -> None:
     """It may come before the lead's own applicant has."""
     machine = joining()

@@ -244,6 +244,17 @@ def _listening_address(host: str, must: bool, timeout: float) -> str:
     return "::" if versions == {6} else "0.0.0.0"
 
 
+def why_it_leads(nodes: Nodes, host: str) -> str:
+    """Return why the node on this host leads, "" where the user or a cluster has said it."""
+    if nodes.rank == 0 or nodes.is_host or nodes.lead:
+        return ""
+    if nodes.folder:
+        return (
+            f"{host} leads since no other node has written into {nodes.folder}: all must share it"
+        )
+    return f"{host} leads since it has the address {nodes.host}: one node alone must have it"
+
+
 def is_elsewhere(nodes: Nodes) -> bool:
     """Return whether the address at which node 0 is to be reached is none of this machine's: what
     it leads to may be a way back, or another node 0.

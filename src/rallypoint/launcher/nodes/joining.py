@@ -99,13 +99,16 @@ class Joining:
         timeout: float = JOIN_TIMEOUT,
         now: float = 0.0,
         listens_on: str = "",
+        leads_since: str = "",
     ) -> None:
         """`lead`: the lead's own applicant, with which all are compared; node 0 is its place. It
-        counts as here from its `Came` on. `listens_on`: the address of its socket.
+        counts as here from its `Came` on. `listens_on`: the address of its socket. `leads_since`:
+        why it leads, to be told while it is alone: another node may lead for the same reason.
         """
         self.state = Stage.GATHERING
         self._lead = lead
         self._listens_on = listens_on
+        self._leads_since = leads_since
         self._count = lead.nnodes
         self._began = now
         self._timeout = timeout
@@ -289,6 +292,8 @@ class Joining:
             yield f"missing: node{'s' * (len(free) > 1)} {ranges(free)}"
         if _is_loopback(self._listens_on):
             yield refusals.unreachable(self._listens_on)
+        elif self._leads_since and self._here.keys() <= {self._lead.id}:
+            yield self._leads_since
         yield from [*self._last_words.values()][-refusals.HOSTS_MOST :]
 
     # --- an address that all reach

@@ -118,6 +118,7 @@ class LeadRunner:
                 timeout=nodes.join_timeout,
                 now=self._clock.monotonic(),
                 listens_on=self._wildcard,
+                leads_since=endpoint.why_it_leads(nodes, applicant.host),
             )
             listener = socket.socket(fileno=claim.held.detach())
             set_for_signs_of_life(listener)
