@@ -424,6 +424,24 @@ def test_a_node_that_joined_and_died_is_replaced(four: Jobs) -> None:
     well([lead, *rest])
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_launcher_that_stood_still_while_others_are_waited_for(four: Jobs, number: int) -> None:
+    """Ctrl-Z and `fg`: nothing has begun, so nothing is lost."""
+    waiting = [four.start(four.cluster[one], nnodes=3) for one in (0, 1)]
+    tables = [Path(f"/proc/{one.node.pid}/net/tcp") for one in waiting]
+    there = re.compile(f":{PORT:04X} 01 ")  # a connection to the lead
+    assert wait_until(lambda: all(there.search(one.read_text()) for one in tables), 30)
+    with pytest.raises(TimeoutError):
+        waiting[0].wait(1.0)  # both have come by then
+    waiting[number].send(signal.SIGTSTP)
+    with pytest.raises(TimeoutError):
+        waiting[number].wait(4.0)  # twice what the others wait for a sign of life
+    waiting[number].send(signal.SIGCONT)
+    with pytest.raises(TimeoutError):
+        waiting[number].wait(1.0)
+    well([*waiting, four.start(four.cluster[2], nnodes=3)])
+
+
 def test_ctrl_c_while_others_are_waited_for(two: Jobs) -> None:
     one = two.start(two.cluster[0])
     with pytest.raises(TimeoutError):

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 NAP = 0.2
 """Seconds after which the lead looks at the clock, whatever comes: it may have stood still."""
 
+OWN_TTL = 3600.0
+"""Seconds of the lead's own session, which ends with its process: it may stand still meanwhile."""
+
 LOOK_TIMEOUT = 1.0
 """Seconds of a look at the host of a node that is lost: a host that is up refuses in milliseconds."""
 
@@ -137,7 +140,7 @@ class LeadRunner:
                 [self.place],
                 secret,
                 job=endpoint.job_name(nodes),
-                ttl=nodes.timeout,
+                ttl=OWN_TTL,
                 timeout=nodes.timeout,
                 tls=nodes.tls,
             )

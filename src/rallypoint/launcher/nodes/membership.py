@@ -17,7 +17,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import How
-from rallypoint.errors import RallypointError, StoreUnreachable
+from rallypoint.errors import RallypointError, SessionLost, StoreUnreachable
 from rallypoint.host import threads
 from rallypoint.host.interfaces import interfaces
 from rallypoint.host.ports import HeldPort
@@ -123,6 +123,8 @@ class Membership:
         self._leaving = threading.Event()
         self._seated = threading.Event()  # all have come
         self._sending: threading.Thread | None = None
+        self._join_until = clock.elapsed() + plan.nodes.join_timeout
+        self._pings = 0  # sent, to compare the clocks
         self._thread = threads.start(self._run, "join")
 
     def __repr__(self) -> str:
@@ -192,17 +194,28 @@ class Membership:
 
     def _run(self) -> None:
         try:
-            member = self._join()
-            if member is None:
-                return
-            orders = Queue(member, messages.to_node(self._applicant.id))
-            self._compare_clocks(member, orders.get)
-            self._enter(member)
-            self._sending = threads.start(lambda: self._send_all(member), "tell")
-            while not self._leaving.is_set():
-                self._receive(messages.decode(orders.get()))
+            while (member := self._join()) is not None:
+                try:
+                    self._take_orders(member)
+                    return
+                except SessionLost as lost:
+                    if self._seated.is_set():
+                        raise
+                    # Nothing has begun: this launcher or the lead's stood still (Ctrl-Z), say.
+                    self._put(NotReached(str(lost)))
+                    member.close()
         except Exception as error:
             self._end(error)
+
+    def _take_orders(self, member: Member) -> None:
+        """Take part in the job, until this agent leaves."""
+        orders = Queue(member, messages.to_node(self._applicant.id))
+        self._compare_clocks(member, orders.get)
+        self._enter(member)
+        if self._sending is None:
+            self._sending = threads.start(self._send_all, "tell")
+        while not self._leaving.is_set():
+            self._receive(messages.decode(orders.get()))
 
     def _end(self, error: Exception) -> None:
         """Tell the agent that a thread cannot go on."""
@@ -216,7 +229,7 @@ class Membership:
     def _join(self) -> Member | None:
         """Find the lead, or become it. None when the agent leaves meanwhile."""
         nodes = self._nodes
-        until = self._clock.elapsed() + nodes.join_timeout
+        until = self._join_until
         while not self._leaving.is_set():
             places = self._places(until - self._clock.elapsed())
             left = until - self._clock.elapsed()
@@ -313,12 +326,15 @@ class Membership:
             return
         asking = Queue(member, messages.TO_LEAD)
         best, apart = None, 0.0
-        for number in range(PINGS):
+        for number in range(self._pings, PINGS):
+            self._pings = number + 1
             sent = self._clock.elapsed()
             asking.put(messages.encode(Ping(self._applicant.id, number)))
             pong = messages.decode(take())
+            while not isinstance(pong, Pong) or pong.number != number:  # of a lost session
+                pong = messages.decode(take())
             came = self._clock.elapsed()
-            if isinstance(pong, Pong) and (best is None or came - sent < best):
+            if best is None or came - sent < best:
                 best = came - sent
                 self.offset = pong.now - (sent + came) / 2
                 self.error = best / 2
@@ -357,10 +373,14 @@ class Membership:
             case _:
                 self._put(message)
 
-    def _send_all(self, member: Member) -> None:
-        orders = Queue(member, messages.TO_LEAD)
+    def _send_all(self) -> None:
         try:
             while (message := self._to_send.get()) is not None:
-                orders.put(messages.encode(message))
+                assert self._member is not None
+                try:
+                    Queue(self._member, messages.TO_LEAD).put(messages.encode(message))
+                except SessionLost:  # before that the other thread joins again
+                    if self._seated.is_set():
+                        raise
         except Exception as error:
             self._end(error)
