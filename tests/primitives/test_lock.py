@@ -26,6 +26,7 @@ from rallypoint.errors import (
     LeaseLost,
     LockTimeout,
     SessionLost,
+    StoreClosed,
     StoreTimeout,
     UsageError,
     WouldDeadlock,
@@ -449,6 +450,22 @@ def test_an_outage_longer_than_the_lease_loses_it(network: Network) -> None:
     assert error.why[0] == "the server had passed it on when it was to be given back"
     assert store.statistics()["locks"]["l"]["losses"] == 1
     assert store.statistics()["sessions"] == 1
+
+
+def test_a_lock_that_went_with_its_store_was_not_passed_on() -> None:
+    """Nobody else can have it, no longer lease helps, and what was written is gone with it."""
+    with rallypoint.serve() as server:
+        store = rallypoint.connect(server.address, secret=server.secret)
+        lock = store.lock("l")
+        grant = lock.acquire()
+    with pytest.raises(StoreClosed):
+        store.get("k")
+    for call in (grant.check, lock.release):
+        with pytest.raises(LeaseLost) as caught:
+            call()
+        (why,) = caught.value.why
+        assert "keeps nothing" in why
+        assert not caught.value.help
 
 
 def test_what_may_have_been_lost_counts_as_lost(network: Network) -> None:

@@ -459,9 +459,13 @@ def _owner() -> str:
 def _lost(grant: Grant, why: str) -> LeaseLost:
     lease = grant._lease
     ttl = f" (its ttl is {lease.ttl:g} s)" if not lease.gone else ""
+    headline = f"{grant._store.identity} lost the lock {shown(grant.name)}, which it had for {grant.held_for:.1f} s: {lease.because}{ttl}"
+    end = lease.leases.session.end
+    if lease.gone and end is not None and not (end.refusal is not None and end.refusal.known):
+        return LeaseLost("lock-lost", headline, why=(_WITH_THE_STORE,))
     return LeaseLost(
         "lock-lost",
-        f"{grant._store.identity} lost the lock {shown(grant.name)}, which it had for {grant.held_for:.1f} s: {lease.because}{ttl}",
+        headline,
         why=(
             why,
             f"what was written with fence={grant.token} before that stands, and is refused after it; what was written without may have "
@@ -474,6 +478,12 @@ def _lost(grant: Grant, why: str) -> LeaseLost:
             ),
         ),
     )
+
+
+_WITH_THE_STORE = (
+    "it went with its session: a store that has ended keeps nothing, and one that still runs has "
+    "released it"
+)
 
 
 def _explained(error: WouldDeadlock) -> WouldDeadlock:
