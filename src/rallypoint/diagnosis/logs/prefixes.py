@@ -23,8 +23,8 @@ _CARRIERS = re.compile(
     # Determined, which puts the rank between its two marks where there are several.
     r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?Z?\] [0-9a-f]{8} (?:\|\| |(?=\[rank=\d+\] \|\| ))"
     r"|\|\| ?(?=\S|  |$)"
-    # A progress bar of tqdm's, which ends without a newline.
-    r"|.{0,200}?\d \[[\d:]{4,12}<[\d:?]{1,12}, [^\]]{1,200}\](?=[^\s\]])"
+    # A progress bar of tqdm's, which ends without a newline. Without a total it has its unit.
+    r"|.{0,200}?\d(?: ?[A-Za-z]\w{0,20} \[[\d:]{4,12}|[kMGTPE]? \[[\d:]{4,12}<[\d:?]{1,12}), [^\]]{1,200}\](?=[^\s\]])"
     # journald, syslog
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
     r"|> (?=\S|  |$)"  # a quotation
