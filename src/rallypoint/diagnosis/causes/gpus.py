@@ -24,7 +24,10 @@ _FAULT = re.compile(
 )
 
 
-_OF_ROCM = re.compile(r"\bby GPU node-\d|\bHSA_STATUS_|\bHIP error|\bhipError")
+_OF_ROCM = re.compile(r"\bby GPU \**node-\d|\bHSA_STATUS_|\bHIP error|\bhipError")
+_OF_CANN = re.compile(
+    r"\bai(?:core|vec|vector|cpu) error|(?:aicore|vector core) execution is abnormal"
+)
 _ASK_DRIVER = Help("see what the driver reports about the GPUs", "sudo dmesg -T | grep -i nvrm")
 
 
@@ -64,13 +67,15 @@ def kernel_failed(case: Case, error: Raised) -> Report:
         if re.search(r"[Ii]ndex|t >= 0|cur_target", asserted[2]):
             why = "an index lies outside of what it points into: a label, a token or an embedding's row that is not there"
     again = "run once more with each kernel waited for: then the traceback has the line"
-    kind, wait = "CUDA", "export CUDA_LAUNCH_BLOCKING=1"
+    kind, wait = "a CUDA", "export CUDA_LAUNCH_BLOCKING=1"
     if _OF_ROCM.search(words):
-        kind, wait = "GPU", "export AMD_SERIALIZE_KERNEL=3"
+        kind, wait = "a GPU", "export AMD_SERIALIZE_KERNEL=3"
+    elif (found := _OF_CANN.search(words)) is not None:
+        kind, wait, what = "an NPU", "export ASCEND_LAUNCH_BLOCKING=1", found[0]
     return account(
         case,
         "cuda-kernel-failed",
-        f"a {kind} kernel failed in {case.subject}: {what}",
+        f"{kind} kernel failed in {case.subject}: {what}",
         error,
         why=why,
         help=(

@@ -96,8 +96,11 @@ CAUSES = {
         r"|invalid program counter)|CUDA_ERROR_(ILLEGAL|LAUNCH_(FAILED|TIMEOUT)|MISALIGNED|ASSERT|ECC_)"
         rf"|{CUDA_UNKNOWN}"
         # ROCm
-        r"|(Memory access fault|HW Exception) by GPU node-\d+"
+        r"|(Memory access fault|HW Exception) by GPU \**node-\d+"
         r"|HSA_STATUS_ERROR_(MEMORY_(APERTURE|FAULT)|ILLEGAL|EXCEPTION)"
+        # CANN, of Ascend's NPUs
+        r"|there is an (exception of )?(fftsplus )?ai(core|vec|vector|cpu) error( exception)?, core id is"
+        r"|The (aicore|vector core) execution is abnormal"
         r"|\.cu:\d+: .{0,300}Assertion `.{0,300}` ?failed"
         r"|cuda runtime error \((39|59|7[147]|70\d|71\d)\)",
         re.IGNORECASE,
