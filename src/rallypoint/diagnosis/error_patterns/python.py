@@ -119,6 +119,13 @@ LINES = (
         )
         for word in ("(): ", "corrupt", "stack smashing")
     ),
+    line(  # macOS, in a process that was forked
+        "Crashing instead",
+        r"^\s{0,8}objc\[(?P<pid>\d+)\]: .{1,400}\bCrashing instead\b",
+        by="the runtime of Objective-C",
+        first=True,
+        signal=int(signal.SIGABRT),
+    ),
 )
 
 NO_EXCEPTION = "terminate called without an active exception"
