@@ -143,6 +143,7 @@ _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
     "loader-killed": lambda error: loader_killed(error) and not is_out_of_memory(error),
     "pool-broken": lambda error: (
         _short(error.type) in ("BrokenProcessPool", "TerminatedWorkerError")
+        or "One of the subprocesses has abruptly died during" in error.message  # datasets
     ),
     "files-exhausted": lambda error: error.errno in (errno.EMFILE, errno.ENFILE),
     "not-pickled": lambda error: (
@@ -320,6 +321,20 @@ def loader_gone(message: str) -> tuple[int, ...]:
     """Return the pids of DataLoader workers of which torch says only that they have ended."""
     found = torch.LOADER_GONE.search(message)
     return tuple(int(pid) for pid in found[1].split(",") if pid.strip()) if found else ()
+
+
+def is_of_worker(error: Raised) -> bool:
+    """Tell whether torch's handler of SIGCHLD raised it, in whatever code ran as a DataLoader's
+    worker ended. While the loader is shut down, that is no news.
+    """
+    of_shutdown = any(frame.function == "__del__" for frame in error.frames)
+    return bool(loader_killed(error) or loader_gone(error.message)) and not of_shutdown
+
+
+def lost_a_child(error: Raised) -> bool:
+    """Tell whether an exception says that a child process has ended, and not why."""
+    gone = loader_gone(error.message) and loader_killed(error) is None
+    return bool(gone) or fits("pool-broken", error)
 
 
 def port_named(message: str) -> int:

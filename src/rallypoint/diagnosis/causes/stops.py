@@ -187,7 +187,8 @@ def interrupted_in_log(stop: Sighting) -> Report:
     if by == "A NODE":
         return Report("node-lost", "a node of the job was lost", why=why, logs=stop.place.shown)
     helps = []
-    what = "the job was stopped by Ctrl-C"
+    # vLLM raises a KeyboardInterrupt for SIGTERM, too
+    what = f"the job was stopped by {'SIGTERM' if stop.error.message == 'terminated' else 'Ctrl-C'}"
     if by == "TIME LIMIT":
         word = next(word for word in _MORE_TIME if word in stop.text)
         what = f"{_MORE_TIME[word][0]} stopped the job: its time was over"

@@ -32,6 +32,9 @@ WAITED = re.compile(
     re.IGNORECASE,
 )
 
+ENDS_ITSELF = re.compile(r"Received sigquit from a child proc|\bSIGQUIT received\. signum=")
+"""Words of SGLang's server, which kills itself then: a process of its own had failed."""
+
 # What a launcher starts. Of any other command (gcc, aws, sh) a library or the program tells.
 _STARTED = (
     r"Command '(?:\[')?(?:[^\s']{0,200}[/\\])?(?:numactl', '(?:[^']{0,80}', '){1,8}?(?:[^\s']{0,200}[/\\])?)?"

@@ -8,7 +8,7 @@ from signal import SIGABRT, SIGKILL
 import msgspec
 
 from rallypoint.diagnosis import classify
-from rallypoint.diagnosis.error_patterns import known_line, slurm_words
+from rallypoint.diagnosis.error_patterns import known_line, launchers, slurm_words
 from rallypoint.diagnosis.log_events import NEAR, Findings, Place, Sighting, Sign
 from rallypoint.diagnosis.logs.sighting_facts import is_worker_stopped, line_of, rank_of
 
@@ -103,6 +103,7 @@ def without_the_command(ends: list[Sighting], findings: Findings) -> list[Sighti
     ]
     sure = [s for s in ends if not s.went_on and s.end.by != known_line.ARGPARSE]
     inner = [s for s in sure if s not in of_shell]
+    inner += [s for s in findings.sightings if launchers.ENDS_ITSELF.search(s.text)]
     others = [s for s in sure if s not in of_service]
     told = [s for s in findings.sightings if s.sign in OF_PROCESSES and not s.went_on]
     told += findings.only_unreached()

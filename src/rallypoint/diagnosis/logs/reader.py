@@ -238,6 +238,7 @@ class Reader:
             self._groups.setdefault(rank, torch.group_of(text))
         speaks = self._spoke < MOST_SPOKEN and failure_words.speaks_of_failure(text)
         speaks = speaks and not self._prefixes.quiet
+        speaks = speaks or launchers.ENDS_ITSELF.search(text) is not None
         if of_launcher or (not speaks and _LAUNCHERS.search(text)):
             return
         if not speaker.known and text.strip():
@@ -312,7 +313,9 @@ class Reader:
         who = of_rank(block.rank) if block.rank >= 0 and speaker.rank < 0 else speaker
         # Where an exception counts ranks, all raise it, whichever began: these did.
         teller = NOBODY if block.ranks else who
-        errors = [] if block.ignored else block.errors()
+        errors = block.errors()
+        if block.ignored:
+            errors = list(filter(classify.is_of_worker, errors))
         for error in errors:
             self._raised(Sighting(Sign.RAISED, place, teller, error=error, ranks=block.ranks))
         for _ in range(block.stray if errors else 0):
@@ -331,6 +334,8 @@ class Reader:
             if told is not None or of_launcher:
                 return
         number = self._see(sighting)
+        if classify.is_stop(error):
+            self._seen.stopped(speaker)
         if number is not None:
             self._seen.watch_process(speaker, number)
             if error.type in ("ImportError", "ModuleNotFoundError"):

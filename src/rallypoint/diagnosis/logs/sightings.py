@@ -91,6 +91,12 @@ class Sightings:
             self.count_line(speaker.name, WENT_ON)
         self._watch(speaker.name, speaker.mark, seen)
 
+    def stopped(self, speaker: Speaker) -> None:
+        """Note that Ctrl-C ended a process: what it writes after that is of another run, and does
+        not show that it handled the errors before.
+        """
+        self._watched.pop(speaker.name, None)
+
     def watch_import(self, speaker: Speaker, seen: int) -> None:
         """Watch whether the process of an import that failed goes on for long."""
         self._watch(_LONG + speaker.name, speaker.mark, seen)

@@ -74,7 +74,9 @@ _OF_STARTED = {
 }  # fmt: skip
 """What only a job has that was started."""
 
-_LOCAL_RANK = re.compile(r"--local[_-]rank")
+_OF_SEVERAL = re.compile(r"--local[_-]rank|\btorch\.distributed\.(?:run|launch)\b|\btorchrun\b")
+"""Words in the command of a launcher that starts several ranks, or one of several."""
+
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 _THREAD_LEFT = "the process exited while a C++ thread still ran; no line with its prefix says why"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
@@ -137,6 +139,10 @@ class _Log:
             for s in self._seen
             if s.has_error and not classify.is_stop(s.error) and s not in by_stop
         ]
+        killed = any(s.sign is Sign.KILLED_FOR_MEMORY and not s.went_on for s in self._seen)
+        # What was killed for memory was a child of these, as far as the log tells.
+        self._parents = [s for s in self._errors if killed and classify.lost_a_child(s.error)]
+        self._errors = [s for s in self._errors if s not in self._parents]
         self._own = [s for s in self._errors if not is_dump(s) and is_own(s.error)]
         self._sure = [s for s in self._own if not s.went_on or is_final(s)]
         remarks = self._remarks()
@@ -346,8 +352,10 @@ class _Log:
         ended, first = Ended(signal=int(SIGKILL)), words[0]
         doubt = _GOES_ON if first.went_on else ""
         victims = dict(filter(all, map(victim, words)))
-        if not first.speaker.known and (killed or victims):
-            of = self._name(killed[0]) if killed else next(iter(victims.values()))
+        if not first.speaker.known and (killed or victims or self._parents):
+            of = (
+                self._name(killed[0]) if killed else next(iter(victims.values()), "a child process")
+            )
             first = msgspec.structs.replace(first, speaker=Speaker(name=of))
         if victims and known and not known & victims.keys():
             pids = " and ".join(map(str, sorted(known)))
@@ -430,7 +438,7 @@ class _Log:
             if len(exits) > len(together):
                 doubt = "other ranks exited, too, and no words of theirs show which one began"
             elif first.end.code == 1 and (
-                first.end.by != "the launcher" or _LOCAL_RANK.search(first.text)
+                first.end.by != "the launcher" or _OF_SEVERAL.search(first.text)
             ):
                 # 1 is Python's code for any exception. "the launcher" has one process, as a rule.
                 doubt = "no line with its prefix in the log says why: it may have lost another rank"
@@ -443,7 +451,10 @@ class _Log:
         spoke = {rank_of(s) for s in self._seen if s.has_error and not s.went_on}
         coded = [s for s in self._ends if s.end.code and not s.end.signal]
         if -1 in spoke:
-            return []
+            # Ctrl-C ended what ran after a program that refused its arguments.
+            nameless = [s.error for s in self._seen if s.has_error and rank_of(s) < 0]
+            stopped = all(map(classify.is_stop, nameless))
+            return [s for s in coded if stopped and s.end.by == known_line.ARGPARSE]
         return [s for s in coded if rank_of(s) not in spoke and not (rank_of(s) < 0 and spoke)]
 
     def not_started(self) -> Iterable[RankEvidence]:
