@@ -2712,3 +2712,102 @@ def test_more_lines_that_speak_of_a_failure(line: str) -> None:
     assert _told(f"{steps}{line}\n")[0].headline == (
         "line 61 speaks of a failure; the cause is not known"
     )
+
+
+@pytest.mark.parametrize(
+    "bar",
+    [
+        "29948it [35:34,  7.00s/it]",
+        "Generating train split: 0 examples [00:00, ? examples/s]",
+        "optim.pt:  23%|##2       | 2.46G/10.9G [00:49<02:12, 63.2MB/s]",
+        "upload.bin: 512MB [00:09, 57.1MB/s]",
+    ],
+)
+def test_a_message_behind_any_progress_bar_is_read(bar: str) -> None:
+    words = "slurmstepd: error: *** JOB 7 ON gpu1 CANCELLED AT 2026-03-13T04:10:12 ***"
+    assert _told(f"{bar}\n{bar}{words}\n")[0].code == "interrupted"
+
+
+_INTERRUPTED = 'Traceback (most recent call last):\n  File "/srv/serve.py", line 9, in wait\n    poll()\nKeyboardInterrupt{}\n'
+
+
+def test_sigterm_that_is_raised_as_ctrl_c_is_told_as_sigterm() -> None:
+    """vLLM does so, in all of its versions."""
+    assert _told(_INTERRUPTED.format(""))[0].headline == "the job was stopped by Ctrl-C"
+    assert (
+        _told(_INTERRUPTED.format(": terminated"))[0].headline == "the job was stopped by SIGTERM"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "confidence"),
+    [
+        ("['python', 'train.py']", "certain"),
+        (
+            "['python', '-m', 'torch.distributed.run', '--nproc_per_node', '4', 'train.py']",
+            "likely",
+        ),
+        ("['torchrun', 'train.py']", "likely"),
+    ],
+)
+def test_exit_code_1_of_a_launcher_of_ranks_may_have_any_reason(
+    command: str, confidence: str
+) -> None:
+    words = f"subprocess.CalledProcessError: Command '{command}' returned non-zero exit status 1."
+    report = _told(f'Traceback (most recent call last):\n  File "/a/cli.py", line 4\n{words}\n')[0]
+    assert (report.code, report.confidence) == ("rank-exited", confidence)
+
+
+_IGNORED = """epoch 3 loss 0.11
+Exception ignored in: <function Queue.{function} at 0x7fc5f6b61a60>
+Traceback (most recent call last):
+  File "/srv/lib/queue.py", line 345, in {function}
+    self.close()
+  File "/env/lib/python3.10/site-packages/torch/utils/data/_utils/signal_handling.py", line 66, in handler
+    _error_if_any_worker_fails()
+RuntimeError: DataLoader worker (pid 280265) is killed by signal: Killed.
+"""
+
+
+def test_the_end_of_a_worker_counts_where_python_ignores_the_exception() -> None:
+    """torch's handler raises in whatever code runs then; in a loader that is shut down, its workers
+    are to end.
+    """
+    assert _told(_IGNORED.format(function="put"))[0].code == "rank-killed"
+    assert _told(_IGNORED.format(function="__del__"))[0].code == "cause-unknown"
+
+
+def test_refused_arguments_stay_the_cause_when_ctrl_c_ends_what_runs_next() -> None:
+    refused = "usage: train.py [-h] [--workers N]\ntrain.py: error: argument --workers: expected one argument\n"
+    report = _told(refused + _INTERRUPTED.format(""))[0]
+    assert (report.code, report.logs) == ("rank-exited", ("train.log:2",))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "EZ9999: The error from device(chipId:0, dieId:1), serial number is 58, there is an exception of aivec error, core id is 5, error code = 0",
+        "        The error from device(chipId:2, dieId:0), serial number is 7, there is an aicore error exception, core id is 28",
+        "[Error]: The vector core execution is abnormal.",
+    ],
+)
+def test_a_kernel_that_failed_on_an_npu(words: str) -> None:
+    report = _told(f"{words}\n")[0]
+    assert report.code == "cuda-kernel-failed"
+    assert report.headline.startswith("an NPU kernel failed")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "RuntimeError: DataLoader worker (pid(s) 4608) exited unexpectedly",
+        "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly",
+    ],
+)
+def test_a_kill_for_memory_explains_a_child_that_is_gone(words: str) -> None:
+    text = f'Traceback (most recent call last):\n  File "/a/run.py", line 4, in <module>\n    main()\n{words}\n'
+    assert _told(text)[0].code == "rank-raised"
+    killed = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch. Some of the step tasks have been OOM Killed.\n"
+    reports = _told(text + killed)
+    assert [report.code for report in reports] == ["rank-out-of-memory"]
+    assert reports[0].headline.startswith("a child process was killed")
