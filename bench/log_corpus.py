@@ -38,6 +38,7 @@ HALVES = (
     "thirteenth",
     "fourteenth",
     "fifteenth",
+    "sixteenth",
     "developed",
 )
 
