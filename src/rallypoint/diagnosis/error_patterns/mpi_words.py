@@ -17,7 +17,7 @@ LINES = (
     line(
         "exited on signal",
         r"(?:mpirun|mpiexec|prterun)\S{0,100} noticed that process rank (?P<rank>\d+)"
-        r" with PID (?P<pid>\d+) on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
+        r" with PID (?:(?P<pid>\d+)|\S+) on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
         by="mpirun",
         first=True,
     ),

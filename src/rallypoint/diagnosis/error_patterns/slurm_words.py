@@ -39,7 +39,7 @@ LINES = (
     ),
     line(
         "Node failure",
-        r"^srun: error: Node failure on (?P<host>\S+)",
+        r"^(?:srun|salloc): error: Node failure on (?P<host>\S+)",
         Sign.INTERRUPTED,
         "NODE FAILURE",
     ),

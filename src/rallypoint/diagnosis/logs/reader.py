@@ -362,6 +362,8 @@ class Reader:
     def _told(self, place: Place, speaker: Speaker, text: str, told: read_line.Told) -> None:
         sign, facts, ranks = told
         end = facts if isinstance(facts, End) else NOT_ENDED
+        if end.by == "srun":  # it labels the lines of its tasks, and not its own
+            speaker = NOBODY
         if sign is Sign.ENDED and end.by != known_line.ARGPARSE:  # which is the program itself
             self._keep_last_words()
         self._tasks |= end.by in launchers.OF_RANKS and speaker.mark[:-1].isdigit()

@@ -77,6 +77,7 @@ _OF_STARTED = {
 _OF_SEVERAL = re.compile(r"--local[_-]rank|\btorch\.distributed\.(?:run|launch)\b|\btorchrun\b")
 """Words in the command of a launcher that starts several ranks, or one of several."""
 
+_RAISED = re.compile(r"(?:\w{1,60}\.){0,9}\w{0,60}Error: ")
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 _THREAD_LEFT = "the process exited while a C++ thread still ran; no line with its prefix says why"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"
@@ -448,7 +449,12 @@ class _Log:
         """The ends with a code that is not 0 for which the log has no error that could be
         theirs.
         """
-        spoke = {rank_of(s) for s in self._seen if s.has_error and not s.went_on}
+        spoke = {
+            rank_of(s)
+            for s in self._seen
+            # a rank may raise what its watchdog had said
+            if not s.went_on and (s.has_error or (s.sign is Sign.WATCHDOG and _RAISED.match(s.text)))
+        }
         coded = [s for s in self._ends if s.end.code and not s.end.signal]
         if -1 in spoke:
             # Ctrl-C ended what ran after a program that refused its arguments.
