@@ -422,7 +422,7 @@ def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_ranks_that_do_not_end_are_named_while_they_are_waited_for(tmp_path: Path) -> None:
-    """Nothing was said until the grace was over: a notebook's cell seemed to ignore the interrupt."""
+    """Nothing was said until the grace was over: a cell seemed to ignore the interrupt."""
     path = tmp_path / "program.py"
     path.write_text(
         textwrap.dedent(

@@ -43,7 +43,7 @@ def test_the_examples_of_the_reference(tmp_path: Path, installed: Path) -> None:
 def test_what_ends_the_test_from_outside_shows_nothing_of_ours(
     tmp_path: Path, installed: Path
 ) -> None:
-    """pytest-timeout fails a test from its signal handler: 160 lines of launch's source followed."""
+    """pytest-timeout fails a test from its handler: 160 lines of launch's source followed."""
     done = outcome(
         tmp_path,
         installed,
