@@ -614,6 +614,40 @@ def test_functions_and_classes_of_main(tmp_path: Path) -> None:
     assert ran(tmp_path, MAIN) == "good\n"
 
 
+CACHED = """
+import functools, sys
+sys.path.insert(0, {tests!r})
+from ranks import Ranks
+
+@functools.lru_cache(maxsize=7)
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+class Model:
+    @functools.cached_property
+    def width(self):
+        return fib(10)
+
+    @functools.cache
+    def depth(self):
+        return 3
+
+def train(model):
+    return model.width, "width" in vars(model), model.depth(), fib.cache_info()
+
+ranks = Ranks()
+got = ranks.call(train, Model())
+assert got[:3] == (55, True, 3) and got[3].maxsize == 7 and got[3].hits == 8, got
+assert ranks.call(fib, 20) == 6765
+ranks.close()
+print("good")
+"""
+
+
+def test_cached_functions_and_properties_of_main(tmp_path: Path) -> None:
+    assert ran(tmp_path, CACHED) == "good\n"
+
+
 def test_functions_of_modules_go_by_name_and_are_imported_there(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

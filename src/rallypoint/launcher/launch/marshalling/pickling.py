@@ -4,6 +4,7 @@ could not import them."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from abc import ABCMeta
@@ -91,6 +92,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return Pickler._function
         if kind is ModuleType:
             return Pickler._module
+        if kind is functools._lru_cache_wrapper:
+            return Pickler._cached
+        if kind is functools.cached_property:
+            return Pickler._cached_property
         refused = unpicklable.kind_of(kind)
         if refused is not None:
             return lambda self, obj: self._refuse(refused, obj)
@@ -131,6 +136,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self.scan is not None:
             self.scan.function(obj, by_name=reduced is NotImplemented)
         return reduced
+
+    def _cached(self, obj: Any) -> Any:
+        """Reduce a function of `functools.cache`, with no results, unless a rank finds it by name."""
+        if self._importable(obj.__module__) and _by_value._lookup_module_and_qualname(obj):
+            return NotImplemented
+        given = obj.cache_parameters()
+        return unpickling.cached, (obj.__wrapped__, given["maxsize"], given["typed"])
+
+    def _cached_property(self, obj: Any) -> Any:
+        """Leave out its lock, which Python before 3.12 has."""
+        return type(obj), (obj.func,), {"attrname": obj.attrname}
 
     def _class(self, obj: type) -> Any:
         reduced = super().reducer_override(obj)

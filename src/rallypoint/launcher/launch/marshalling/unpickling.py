@@ -3,6 +3,7 @@ stay the same classes."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import sys
@@ -134,6 +135,11 @@ def shared_storage(descriptor: int, size: int, start: int) -> Any:
         finally:
             os.close(fd)  # torch has a duplicate
     return shared[descriptor]
+
+
+def cached(function: Any, maxsize: Any, typed: bool) -> Any:
+    """Cache a function's results."""
+    return functools.lru_cache(maxsize, typed)(function)
 
 
 def typed_storage(storage: Any, dtype: Any, legacy: Any) -> Any:
