@@ -267,6 +267,12 @@ def test_a_stall_is_told_with_the_odd_rank_and_what_to_type() -> None:
     assert len(render.text(report).splitlines()) <= 20
 
 
+def test_who_has_ended_is_named_where_all_others_wait_in_one_call() -> None:
+    gone = msgspec.structs.replace(at(2, ()), missing="ended", detail="exit code 0", state="")
+    report = rank_snapshot.stalled(job(at(0, REDUCE), at(1, REDUCE), gone), 60.0)
+    assert report.why == "all of them are in the same all_reduce: it has no end if it needs rank 2"
+
+
 def test_a_stopped_rank_in_a_stall_comes_with_the_line_that_lets_it_go_on() -> None:
     stopped = msgspec.structs.replace(at(1, ()), state="T", missing="stopped")
     report = rank_snapshot.stalled(job(at(0, REDUCE), stopped), 60.0)

@@ -378,7 +378,10 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
         who = subject(waiting.numbers, standing.world_size)
         why = f"{who} {waiting.verb('waits')} until {ranks_phrase(late.numbers)} {late.verb('makes')} the same call"
     elif len(found) == 1 and waits:
-        why = f"all of them are in the same {waits[0].waits_in}: what it waits for is below it, in the network or in a group of some ranks"
+        what = "what it waits for is below it, in the network or in a group of some ranks"
+        if gone := [one.rank for one in standing.ranks if one.missing == "ended"]:
+            what = f"it has no end if it needs {ranks_phrase(gone)}"
+        why = f"all of them are in the same {waits[0].waits_in}: {what}"
     for one in [one for one in odd.ranks if one.rank in held][:1]:
         here = stacks.place(one.frames, standing.root)
         why = held_ranks.told(one.rank, here, one.handles.replace(standing.root, ""))
