@@ -25,7 +25,7 @@ NAMES = {
     "thirteenth": "thirteenth set, excerpts that are right by now, mended after its first reading",
     "fourteenth": "fourteenth set, short excerpts that are right by now, mended after its first reading",
     "fifteenth": "fifteenth set, of whole logs, mended after its first reading",
-    "sixteenth": "sixteenth set, of ordinary users, mended after its first reading",
+    "sixteenth": "sixteenth set, of ordinary users and clusters, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

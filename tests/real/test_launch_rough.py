@@ -276,12 +276,12 @@ def test_what_fits_no_packet_crosses(tmp_path: Path) -> None:
 
         sys.argv += ["x" * 100] * 5000
         print(rallypoint.launch(lambda: len(sys.argv)))
-        sys.argv[1:] = [os.fsdecode(b"\\xff")]
+        sys.argv[1:] = [os.fsdecode(b"\\xff"), 7]  # no text: it ended the call
         os.makedirs(b"\\xfe")
         os.chdir(b"\\xfe")
         rallypoint.launch(int)
         print(rallypoint.launch(
-            lambda: [sys.argv[1], os.getcwd()[-1], os.environ["RP_ROUGH"]] == ["\\udcff", "\\udcfe", "\\udcfd"], env={"RP_ROUGH": "\\udcfd"}
+            lambda: [*sys.argv[1:], os.getcwd()[-1], os.environ["RP_ROUGH"]] == ["\\udcff", "7", "\\udcfe", "\\udcfd"], env={"RP_ROUGH": "\\udcfd"}
         ))
         """,
     )

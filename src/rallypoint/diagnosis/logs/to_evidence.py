@@ -453,7 +453,8 @@ class _Log:
             rank_of(s)
             for s in self._seen
             # a rank may raise what its watchdog had said
-            if not s.went_on and (s.has_error or (s.sign is Sign.WATCHDOG and _RAISED.match(s.text)))
+            if not s.went_on
+            and (s.has_error or (s.sign is Sign.WATCHDOG and _RAISED.match(s.text)))
         }
         coded = [s for s in self._ends if s.end.code and not s.end.signal]
         if -1 in spoke:

@@ -143,7 +143,7 @@ def launch(
                 line=notebook_cells.named(
                     exception_capture.line_of(exception_capture.user_frame(sys._getframe(1)))
                 ),
-                argv=tuple(sys.argv),
+                argv=tuple(map(str, sys.argv)),  # a program may have put anything there
                 payload_fds=len(packed.fds),
                 folder=folder,
                 paths=tuple(path for path in sys.path if isinstance(path, str)),
