@@ -267,6 +267,14 @@ def test_a_stall_is_told_with_the_odd_rank_and_what_to_type() -> None:
     assert len(render.text(report).splitlines()) <= 20
 
 
+def test_a_thread_that_keeps_a_rank_from_its_end_is_told() -> None:
+    end = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"),)
+    assert (
+        rank_snapshot.sentence(job(at(0, end)))
+        == "rank 0 has left the program, and waits for a thread that is no daemon, at threading.py:1590"
+    )
+
+
 def test_who_has_ended_is_named_where_all_others_wait_in_one_call() -> None:
     gone = msgspec.structs.replace(at(2, ()), missing="ended", detail="exit code 0", state="")
     report = rank_snapshot.stalled(job(at(0, REDUCE), at(1, REDUCE), gone), 60.0)

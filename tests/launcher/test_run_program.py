@@ -242,7 +242,7 @@ raise Odd("nan")
     if method != "__dict__":
         text = text.replace("    @property\n", "")
     (tmp_path / "train.py").write_text(text)
-    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, timeout=30)
+    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert f"raised Odd: {message}\n" in result.report, result.everything
 

@@ -282,6 +282,8 @@ def _doing(group: Group, root: str) -> str:
         return known.get(one.missing, silent)
     place = group.frames[stacks.own_index(group.frames)]
     line = f"{stacks.library_path(stacks.shown(place.file, root))}:{place.line}"
+    if place.function == "_shutdown" and place.file.endswith("/threading.py"):
+        return f"{have} left the program, and {group.verb('waits')} for a thread that is no daemon, at {line}"
     call = stacks.called(group.frames)
     if call:
         waits = group.collective and group.cpu < WAITING
