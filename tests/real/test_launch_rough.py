@@ -319,6 +319,18 @@ def test_a_working_directory_that_was_removed_is_named(
         rallypoint.launch(int)
 
 
+def test_too_few_files_are_an_error_of_the_call(tmp_path: Path) -> None:
+    """The launcher ended with a traceback of its own, and the call with launcher-died."""
+    program = tmp_path / "program.py"
+    program.write_text("import rallypoint\nrallypoint.launch(int)\n")
+    shell = ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", sys.executable, program]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.count("Traceback")) == (1, 1), done.stderr
+    assert "ulimit -n is 24" in done.stderr
+    assert "explain files-exhausted" in done.stderr
+    assert "/rallypoint/host/" not in done.stderr  # its source says nothing to who called
+
+
 def test_runs_of_failed_calls_are_removed_as_others_and_latest_leads_somewhere(
     tmp_path: Path,
 ) -> None:

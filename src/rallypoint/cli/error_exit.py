@@ -11,6 +11,7 @@ from collections.abc import Callable
 from rallypoint import __version__
 from rallypoint.cli.output import OutputLost, discard, rendered, write_err
 from rallypoint.errors import EnvironmentProblem, InternalError, RallypointError
+from rallypoint.host import processes
 from rallypoint.launcher import exits, torch_version
 
 
@@ -70,17 +71,7 @@ def _translated(error: Exception) -> RallypointError:
             why=("a limit on processes (ulimit -u, pids.max of the cgroup) or memory is reached",),
             help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),),
         )
-    if number != errno.EMFILE:
-        return _internal(error)
-    import resource
-
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return EnvironmentProblem(
-        "files-exhausted",
-        f"rallypoint has as many files open as it may have: {error}",
-        why=(f"ulimit -n is {most}; the launcher keeps about six descriptors for each rank",),
-        help=(("raise the limit in the shell that starts the job", "ulimit -n 65536"),),
-    )
+    return processes.files_exhausted(error) if number == errno.EMFILE else _internal(error)
 
 
 def _internal(error: Exception) -> InternalError:

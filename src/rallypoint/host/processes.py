@@ -49,16 +49,13 @@ def prepare_to_supervise() -> tuple[int, int]:
     may open as many files as it can. Returns the limit on open files that it had, which is for
     those others.
 
-    `EnvironmentProblem` when the kernel, or a sandbox's filter of system calls, lacks what this
-    needs.
+    `EnvironmentProblem` as `check_machine`.
 
     A rank costs us five descriptors; the soft limit of 1024 would end at 200 ranks.
     """
-    _check_system_calls()
+    check_machine()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = limit
-    if 0 <= hard < 32:  # a job that fails must still be able to say why
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     signal.signal(
@@ -68,9 +65,23 @@ def prepare_to_supervise() -> tuple[int, int]:
     return limit
 
 
-def _check_system_calls() -> None:
+def files_exhausted(said: object) -> EnvironmentProblem:
+    """Return the error that too many open files of ours are. `said`: what the kernel said."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return EnvironmentProblem(
+        "files-exhausted",
+        f"rallypoint has as many files open as it may have: {said}",
+        why=(f"ulimit -n is {most}; the launcher keeps about six descriptors for each rank",),
+        help=(("raise the limit in the shell that starts the job", "ulimit -n 65536"),),
+    )
+
+
+def check_machine() -> None:
     """Check at the start, with one error: in the middle of a job each of these would look like a
-    fault of ours."""
+    fault of ours. `EnvironmentProblem` when the kernel, or a sandbox's filter of system calls,
+    lacks what a launcher needs, or when the hard limit on open files is below 32."""
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32:  # a job that fails must say why
+        raise files_exhausted(os.strerror(errno.EMFILE))
     lacking: list[str] = []
     for names, attempt in (
         ("pidfd_open and pidfd_send_signal", _try_pidfd),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher.nodes import endpoint
 from rallypoint.launcher.plan import Nodes
 
@@ -46,6 +46,15 @@ def test_node_0_takes_the_next_port_when_a_stranger_has_the_first(ports: tuple[i
     assert claimed is not None
     assert claimed.held.port == ports[1]
     claimed.release()
+
+
+@pytest.mark.usefixtures("lead")
+def test_node_0_advises_another_port_for_all_nodes(ports: tuple[int, ...]) -> None:
+    """It was to leave the port out, which at an endpoint is a fixed one."""
+    with pytest.raises(EnvironmentProblem) as caught:
+        endpoint.claim(Nodes(count=2, rank=0, ports=ports[:1]), None)
+    assert caught.value.code == "port-in-use"
+    assert caught.value.help[0] == ("give every node the same endpoint with another port", "")
 
 
 @pytest.mark.parametrize("text", ["", "ab 29400", "no-hex 29400 10.0.0.1", "ab port 10.0.0.1"])

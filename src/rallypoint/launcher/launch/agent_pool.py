@@ -195,7 +195,7 @@ _idle: list[
 
 def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledAgent:
     """Return an idle agent that fits, or a new one. It is the caller's until `release` or
-    `PooledAgent.discard`."""
+    `PooledAgent.discard`. `EnvironmentProblem` as `check_machine`."""
     paths = tuple(path for path in sys.path if isinstance(path, str)) if preload else ()
     key = AgentKey(sys.executable, preload, paths, late_variables.read_when_loaded(environment))
     _reap()
@@ -208,6 +208,7 @@ def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledA
     for agent in list(_idle)[: 1 - IDLE_MOST]:
         if _taken(agent):
             agent.discard()
+    processes.check_machine()  # what the agent itself says, nobody expects
     return PooledAgent(key, environment)
 
 

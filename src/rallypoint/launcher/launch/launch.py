@@ -21,7 +21,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rallypoint.clock import Clock
-from rallypoint.errors import UsageError
+from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.host.processes import working_folder
 from rallypoint.launcher import nested_launch
@@ -134,7 +134,8 @@ def launch(
             if agent is not None:
                 agent_pool.release(agent)  # nothing was asked of it: the next call is faster
             raise
-    except UsageError as problem:  # where it was noticed says nothing: the traceback ends here
+    except (UsageError, EnvironmentProblem) as problem:
+        # Where it was noticed says nothing: the traceback ends here.
         raise problem.with_traceback(None) from problem.__cause__
     with packed, listener:
         request = Call(

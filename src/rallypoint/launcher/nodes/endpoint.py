@@ -200,8 +200,14 @@ def claim(
         try:
             return Claim(ports.hold_port(port, host))
         except EnvironmentProblem as problem:
-            if problem.code != "port-in-use" or (must and port == nodes.ports[-1]):
+            if problem.code != "port-in-use":
                 raise
+            if must and port == nodes.ports[-1]:
+                other = ("give every node the same endpoint with another port", "")
+                help = (other, *problem.help[1:])  # without a port it would not be a free one
+                raise EnvironmentProblem(
+                    problem.code, problem.headline, why=problem.why, help=help
+                ) from None
     return None  # another agent of this machine leads, or a stranger has the port: dialling tells
 
 
