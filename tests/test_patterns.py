@@ -37,14 +37,12 @@ EXEMPT = {
 }
 """Parts whose patterns never meet text of a program or of a log, and what they meet instead."""
 
-SHORT, LONG = 8_000, 32_000
+SHORT, LONG = 4_000, 16_000
 """Characters of the two inputs whose times are compared: linear is 4 times as long, quadratic 16
 times.
 """
 
-QUICK = (
-    0.002  # seconds of processor time for the short input: 1 MB would take a quarter of a second
-)
+QUICK = 0.0005  # seconds of processor time for the short input: 1 MB would take an eighth of one
 GROWTH = 9.0  # of the time between the two
 LONGEST = 5.0  # seconds for 1 MB, of which `LARGEST` is looked at; other processes slow it down
 
@@ -187,14 +185,9 @@ def _inputs(pattern: str) -> Iterator[tuple[str, str]]:
 def _time(pattern: Pattern, head: str, unit: str, length: int) -> float:
     text = (head + unit * (length // len(unit) + 1))[:length] + "\x01"
     subject = text.encode() if isinstance(pattern.pattern, bytes) else text
-    best = 9.0
-    for _ in range(3):
-        start = time.thread_time()
-        pattern.search(subject)  # type: ignore[arg-type]
-        best = min(best, time.thread_time() - start)
-        if best < QUICK or best > 0.1:
-            break
-    return best
+    start = time.thread_time()
+    pattern.search(subject)  # type: ignore[arg-type]
+    return time.thread_time() - start
 
 
 def _grows(pattern: Pattern, head: str, unit: str) -> bool:
