@@ -301,23 +301,22 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "hurry"),
+    ("event", "hurry", "came"),
     [
-        (sv.Signalled("SIGTERM", 15), "a second SIGTERM"),
-        (raised(0), "Ctrl-C"),
-        (sv.Overdue(9.0, 5.0), "Ctrl-C"),
+        (sv.Signalled("SIGTERM", 15), "a second SIGTERM", "a second signal (SIGINT)"),
+        (raised(0), "Ctrl-C", "SIGINT"),
+        (sv.Overdue(9.0, 5.0), "Ctrl-C", "SIGINT"),
     ],
     ids=["a batch system", "a failure", "the time is over"],
 )
-def test_what_ends_the_waiting(event: sv.JobEvent, hurry: str) -> None:
+def test_what_ends_the_waiting(event: sv.JobEvent, hurry: str, came: str) -> None:
     play = Play(2, grace=30.0).joined()
     play.at(5.0, event, sv.EvidenceIn())
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     play.at(7.0, sv.Timer("silent"))
     assert [said.hurry for said in play.of(sv.SayWaiting)] == [hurry]
-    assert play.at(8.0, sv.Signalled("SIGINT", 2))[-1] == sv.SayKilled(
-        (0, 1), "a second signal (SIGINT) has come"
-    )
+    killed = play.at(8.0, sv.Signalled("SIGINT", 2))
+    assert killed[-1] == sv.SayKilled((0, 1), f"{came} has come")
 
 
 def test_when_the_time_of_the_whole_job_is_over_a_grace_does_not_go_beyond_it() -> None:

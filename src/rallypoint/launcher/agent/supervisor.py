@@ -753,7 +753,9 @@ class Supervisor:
         if self._is_the_same(now):
             return []
         self._asked_by = self._asked_by or event
-        return self._kill(f"a second signal ({event.name}) has come", now)
+        second = self._reason == "interrupted"
+        which = f"a second signal ({event.name})" if second else event.name
+        return self._kill(f"{which} has come", now)
 
     def _kill(self, because: str, now: float) -> list[Action]:
         """SIGKILL the living ranks that have not got it yet."""
