@@ -7,6 +7,7 @@ stderr).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -43,14 +44,20 @@ main = script.load()
 tasks = json.load(sys.stdin)
 saved = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-sys.argv = [
-    "rallypoint",
-    "run",
-    "--fresh",
-    "--dry-run",
-    __file__,
-]  # what the commands import is imported once
-main()
+saved_errors = os.dup(2)
+os.dup2(1, 2)
+# What the commands import is imported once: that of a plan, of an error, of its JSON and of logs.
+for words in (
+    ["run", "--fresh", "--dry-run", __file__],
+    ["run", "--stall", ""],
+    ["run", "--error-format", "json", "--stall", ""],
+    ["explain", __file__],
+):
+    sys.argv = ["rallypoint", *words]
+    with contextlib.suppress(SystemExit):
+        main()
+sys.stderr.flush()
+os.dup2(saved_errors, 2)
 sys.stdout.flush()
 os.dup2(saved, 1)
 json.dump([run(*task) for task in tasks], sys.stdout)
