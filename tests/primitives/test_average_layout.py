@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.errors import UsageError
@@ -21,6 +21,8 @@ from rallypoint.primitives.average.layout import ALIGNMENT, Layout, MeanWriter, 
 from rallypoint.primitives.average.participants import Offer, Participant
 from rallypoint.primitives.average.work_split import Split, Weights, combine
 from rallypoint.wire.messages import Identity
+
+from ..search import tries
 
 DTYPES = [
     torch.float64,
@@ -53,7 +55,7 @@ def trees(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @given(trees(), st.integers(1, 9))
-@settings(max_examples=60)
+@tries(60)
 def test_what_is_put_and_written_part_by_part_is_the_value(
     value: dict[str, torch.Tensor], parts: int
 ) -> None:
@@ -101,7 +103,7 @@ def test_parts_cover_all_and_begin_with_a_line(size: int, count: int) -> None:
     st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=5, max_size=5),
     st.booleans(),
 )
-@settings(max_examples=60)
+@tries(60)
 def test_a_mean_is_that_of_float64_up_to_the_rounding_of_its_sums(
     dtype: torch.dtype, count: int, length: int, given: list[float], weighted: bool
 ) -> None:

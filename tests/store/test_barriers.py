@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -17,6 +16,8 @@ from rallypoint.store.state import attendance, barriers
 from rallypoint.store.state.attendance import Sighting
 from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
+
+from ..search import tries
 
 MIB = 1024 * 1024
 ROOMY = m.Limits(64 * MIB, 64 * MIB, 4096, 10_000, 2000, 5000)
@@ -842,5 +843,5 @@ class Model(RuleBasedStateMachine):
         assert state.budget.used == len(self.waiting)  # one byte each
 
 
-Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Model.TestCase.settings = tries(150, stateful_step_count=40)
 TestModel = Model.TestCase

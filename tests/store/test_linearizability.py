@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
 
+from ..search import tries
 from .linearizability import Kind, Operation, _step, check
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -151,7 +152,7 @@ kinds = st.one_of(
 times = st.tuples(st.integers(0, 8), st.one_of(st.integers(1, 4), st.just(math.inf)))
 
 
-@settings(max_examples=300)
+@tries(300)
 @given(st.lists(st.tuples(kinds, times), min_size=1, max_size=5))
 def test_the_search_agrees_with_trying_every_order(raw: list[Any]) -> None:
     history = [

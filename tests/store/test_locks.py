@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,6 +18,8 @@ from rallypoint.store.limits import LONGEST_TTL, SHORTEST_TTL
 from rallypoint.store.state.locks import CIRCLE_SHOWN
 from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
+
+from ..search import tries
 
 MIB = 1024 * 1024
 ROOMY = m.Limits(64 * MIB, 64 * MIB, 4096, 10_000, 1000, 10_000)
@@ -552,4 +553,4 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_against_a_model() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(Machine, settings=tries(150, stateful_step_count=40))

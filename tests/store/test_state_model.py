@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rallypoint.store.state.quotas import HELD_BYTES, ITEM_BYTES, KEY_BYTES, QUEUE_BYTES
 from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
+
+from ..search import tries
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 LIMITS = m.Limits(10**9, 10**9, 4096, 10**6, 100, 1000)
@@ -455,5 +456,5 @@ class Model(RuleBasedStateMachine):
         assert len(self.state.waiting) == len(model)
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Model.TestCase.settings = tries(60, stateful_step_count=40)
 TestModel = Model.TestCase

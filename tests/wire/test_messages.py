@@ -10,11 +10,13 @@ from typing import Any, ClassVar, get_args, get_origin
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as some
 
 from rallypoint.wire import messages
 from rallypoint.wire.messages import AnyHandshake, AnyReply, AnyRequest, Reply, Request
+
+from ..search import tries
 
 Decode = Callable[[bytes], Any]
 KINDS: tuple[tuple[Any, Decode], ...] = (
@@ -80,7 +82,7 @@ def test_every_message_comes_back_as_it_was_or_is_refused(message: Any, decode: 
     They are asked of the same messages: to think of these takes most of the time.
     """
 
-    @settings(max_examples=40)
+    @tries(40)
     @given(any_of(message), some.data())
     def check(sent: Any, data: some.DataObject) -> None:
         encoded = messages.encode(sent)
@@ -97,7 +99,7 @@ def test_every_message_comes_back_as_it_was_or_is_refused(message: Any, decode: 
 
 @pytest.mark.parametrize("decode", DECODERS)
 def test_random_bytes_are_refused_and_nothing_else(decode: Decode) -> None:
-    @settings(max_examples=300)
+    @tries(300)
     @given(some.binary(max_size=200))
     @example(b"")
     @example(b"\xc1")
@@ -114,7 +116,7 @@ def test_random_bytes_are_refused_and_nothing_else(decode: Decode) -> None:
 
 @pytest.mark.parametrize("decode", DECODERS)
 def test_mutated_messages_are_accepted_or_refused_and_nothing_else(decode: Decode) -> None:
-    @settings(max_examples=300)
+    @tries(300)
     @given(every_message, some.data())
     def check(message: Any, data: some.DataObject) -> None:
         encoded = bytearray(messages.encode(message))

@@ -23,13 +23,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as some
 
 from rallypoint.errors import ValueUnsupported
 from rallypoint.wire import values
 from rallypoint.wire.messages import INLINE_BYTES
 from rallypoint.wire.values import ALIGNMENT, MAX_DEPTH, Parts, alloc, decode, encode, join, size_of
+
+from ..search import tries
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="numpy is not installed")
@@ -484,7 +486,7 @@ def seeds() -> list[bytes]:
     return [join(encode(value)) for value in found] + [join(encode(print, allow_pickle=True))]
 
 
-@settings(max_examples=400)
+@tries(400)
 @given(some.data())
 def test_spoiled_values_are_values_or_malformed(data: some.DataObject) -> None:
     encoded = bytearray(seeds()[data.draw(some.integers(0, len(seeds()) - 1))])
@@ -525,13 +527,13 @@ trees = some.recursive(
 )
 
 
-@settings(max_examples=500)
+@tries(500)
 @given(trees, some.binary(max_size=200))
 def test_trees_that_nobody_writes_are_values_or_malformed(tree: object, buffers: bytes) -> None:
     accepted_or_malformed(laid_out(tree, buffers))
 
 
-@settings(max_examples=300)
+@tries(300)
 @given(some.from_regex(values._RAW_DTYPE, fullmatch=True))
 def test_names_of_numpy_dtypes_are_dtypes_or_malformed(name: str) -> None:
     pytest.importorskip("numpy")
