@@ -732,7 +732,7 @@ def test_nobody_is_ever_beside_anybody_while_holders_are_killed(
 
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(child(work)) for _ in range(4)]
-        for _ in range(12):
+        for _ in range(6):
             victim = workers.pop(0)
             victim.hear()
             seen = view[1]

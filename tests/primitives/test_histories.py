@@ -301,13 +301,13 @@ def test_what_is_computed_once(history: list[Event], rule: str) -> None:
 # --- the simulation
 
 
-def test_five_hundred_histories_are_true_and_everything_happens_in_them() -> None:
+def test_hundreds_of_histories_are_true_and_everything_happens_in_them() -> None:
     """A failure names its seed: `python -m tests.primitives.simulation SEED` prints that
     history. If not everything happened in them, they would show little. The long form is
     `scripts/soak primitives-histories`.
     """
     found: Counter[str] = Counter()
-    for seed in range(500):
+    for seed in range(350):
         world, violations = judged(seed)
         assert not violations, "\n".join([f"seed {seed}", *map(str, violations)])
         found += counts([world])

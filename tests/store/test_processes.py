@@ -131,7 +131,7 @@ def test_a_program_that_closes_all_descriptors_gets_another_connection(server: S
     "ignore:This process:DeprecationWarning"
 )  # that it has threads: that is what is tried
 def test_forks_while_other_threads_use_the_store(store: Store) -> None:
-    forks, threads, stop = 15, 4, threading.Event()
+    forks, threads, stop = 6, 4, threading.Event()
     large = bytes(range(256)) * (LARGE // 256)
 
     def use(index: int) -> int:
