@@ -292,15 +292,15 @@ def test_an_abbreviation_is_named_as_it_was_typed(line: str) -> None:
         ours(line.split())
 
 
+@pytest.mark.usefixtures("torch_in_parts")
 def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
     """torchrun for real, once: which variables it sets, and to what."""
     script = tmp_path / "dump.py"
     script.write_text(
         "import json, os\nif os.environ['RANK'] == '1': json.dump(dict(os.environ), open('found.json', 'w'))\n"
     )
-    environ = {
-        name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ
-    }
+    names = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH")
+    environ = {name: os.environ[name] for name in names if name in os.environ}
     torchruns = [
         "-m",
         "torch.distributed.run",

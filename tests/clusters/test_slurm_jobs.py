@@ -102,11 +102,13 @@ def world(output: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_in_parts")
 def test_training_reads_digits_as_well_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
     line = f"{shlex.quote(str(EXAMPLES / 'digits_ddp.py'))} --epochs 1"
     script = f"{RUN} {line}; {RUN} --nnodes 1 -n 2 {line}"
-    output = slurm.submit(tmp_path, script, "--nodes=2", env={}).wait()
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    output = slurm.submit(tmp_path, script, "--nodes=2", env=env).wait()
     found = re.findall(r"test accuracy (\S+)", output)
     assert len(found) == 2, output
     assert len({*found}) == 1, found  # the same digits in the same order, whatever the machines
