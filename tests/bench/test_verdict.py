@@ -158,10 +158,11 @@ def test_the_table_has_the_sum_and_what_was_said_instead() -> None:
 
 @pytest.mark.torch
 @needs_torch
-def test_some_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fault of each kind that is done in another way: from outside, beside the job, to the
-    launcher. The test below has one that is done by the rank.
+    launcher. The test below has one that is done by the rank. Two ranks are enough for either.
     """
+    monkeypatch.setattr(verdict, "RANKS", 2)
     asked = [
         ("SIGKILL from outside", "start"),
         ("addresses differ", "start"),
@@ -185,8 +186,9 @@ def test_some_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.torch
 @needs_torch
 def test_a_cell_that_is_not_right_keeps_its_output(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(verdict, "RANKS", 2)
     mistaken = Fault("exception", "raises", ("rank-killed",), phases=("start",))
     [sample] = verdict.measure([mistaken], 1, jobs=1, keep=tmp_path)
     assert (sample.values["grade"], sample.values["code"]) == ("wrong", "rank-raised")

@@ -195,6 +195,7 @@ def test_who_is_named_by_what_the_rank_raised_is_not_said_again(tmp_path: Path, 
     assert "ForkProcess-1" in _told(result.err), result.everything
 
 
+@pytest.mark.usefixtures("torch_in_parts")
 def test_a_killed_worker_of_a_loader_is_told_once(tmp_path: Path) -> None:
     program = """\
 import os, signal

@@ -610,6 +610,7 @@ print("good")
 '''  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_functions_and_classes_of_main(tmp_path: Path) -> None:
     assert ran(tmp_path, MAIN) == "good\n"
 
@@ -644,6 +645,7 @@ print("good")
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_cached_functions_and_properties_of_main(tmp_path: Path) -> None:
     assert ran(tmp_path, CACHED) == "good\n"
 
