@@ -7,7 +7,7 @@ from hypothesis import settings
 
 def tries(count: int, **more: int) -> settings:
     """Return settings with so many examples for `--hypothesis-profile search`, which looks for
-    others each time, and with a quarter of them for the suite, which tries the same each time.
+    others each time, and with half of them for the suite, which tries the same each time.
     """
-    examples = count // 4 if settings.default.derandomize else count
+    examples = count // 2 if settings.default.derandomize else count
     return settings(max_examples=examples, **more)  # type: ignore[arg-type]
