@@ -365,7 +365,7 @@ def test_in_the_block_they_use_the_lock_that_is_held() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["add_", "copy_"])
 def test_a_change_is_whole_or_absent_wherever_its_writer_is_killed(how: str) -> None:
-    told = script("killed.py", how, "12")
+    told = script("killed.py", how, "6")
     assert re.fullmatch(r"\d+ finished for the dead\n", told)
 
 

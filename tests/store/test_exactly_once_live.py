@@ -182,7 +182,7 @@ FAULTS: dict[str, Callable[[ChaosProxy], Any]] = {
 """By bytes, so that the speed of this machine does not matter. Resets by time come seldom enough for
 a client on a busy machine to connect between two of them."""
 
-ADDS = 300
+ADDS = 150
 
 ADD = f"""
 import json, sys, threading
@@ -220,7 +220,7 @@ def test_adds_of_processes_and_threads_are_exact(
 def test_queues_lose_nothing_and_double_nothing(
     proxy: ChaosProxy, connect: Callable[[], Store]
 ) -> None:
-    count = 200
+    count = 100
     sizes = random.Random(SEED)
     items = [
         [(producer, number, bytes(sizes.choice([0, 100, 80_000]))) for number in range(count)]

@@ -140,12 +140,11 @@ with rallypoint.serve() as server, rallypoint.connect(server.address, secret=ser
 """
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_a_trace_function_in_which_threads_change_loses_nothing(seed: str) -> None:
+def test_a_trace_function_in_which_threads_change_loses_nothing() -> None:
     """A debugger's trace function, or coverage's, is a call between any two lines. Two threads once
     took the same number, and the second one got the first one's answer: an `add` was lost without
     an error."""
-    assert output_of(TRACED, seed) == ["500 True"]
+    assert output_of(TRACED, "1") == ["500 True"]
 
 
 SWITCHED = """
@@ -153,7 +152,7 @@ import sys, threading
 import rallypoint
 
 def count(index):
-    for _ in range(200):
+    for _ in range(100):
         with store.lock("l") if index < 2 else nothing:
             answers.append(store.add("n", 1))
         store[f"k{index}"] = store.get(f"k{index}", 0) + 1
@@ -171,14 +170,14 @@ with rallypoint.serve() as server, rallypoint.connect(server.address, secret=ser
         thread.start()
     for thread in threads:
         thread.join()
-    print(store["n"], sorted(answers) == list(range(1, 3201)), {store[f"k{index}"] for index in range(16)})
+    print(store["n"], sorted(answers) == list(range(1, 1601)), {store[f"k{index}"] for index in range(16)})
     asked = store.statistics()["operations"]
     print(asked["Add"], asked["Lock"], asked["Set"])
 """
 
 
 def test_sixteen_threads_that_change_all_the_time_lose_nothing() -> None:
-    assert output_of(SWITCHED) == ["3200 True {200}", "3200 400 3200"]
+    assert output_of(SWITCHED) == ["1600 True {100}", "1600 200 1600"]
 
 
 COMING_AND_GOING = """
@@ -204,7 +203,7 @@ begun.wait()
 
 def test_stores_may_come_and_go_while_the_process_ends() -> None:
     """It closes those that are open, while daemon threads go on until then."""
-    for _ in range(3):
+    for _ in range(2):
         assert output_of(COMING_AND_GOING) == []
 
 
