@@ -1,6 +1,6 @@
 """Writers of a large tensor are killed at random moments, and no state but a whole one is ever seen under the lock.
 
-Arguments: add_ or copy_, the number of kills. The tensor's elements are equal at any time when a change is whole.
+Argument: the number of kills, by add_ and then by copy_. The tensor's elements are equal at any time when a change is whole.
 """
 
 import multiprocessing
@@ -49,12 +49,12 @@ def main(how, kills):
         finished_for_the_dead += shared._lock.holder() is not None and pending(shared)
         with shared.locked(timeout=60) as tensor:  # no LockAbandoned: nothing can be half changed
             low, high = torch.aminmax(tensor)
-            assert low == high, (low, high)
+            assert low == high, (how, low, high)
             if how == "add_":
-                assert low >= seen
+                assert low >= seen, (how, low, seen)
             seen = int(low)
-    assert seen > 0
-    print(f"{finished_for_the_dead} finished for the dead", flush=True)
+    assert seen > 0, how
+    print(f"{how}: {finished_for_the_dead} finished for the dead", flush=True)
 
 
 def pending(shared):
@@ -62,4 +62,5 @@ def pending(shared):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for way in ("add_", "copy_"):
+        main(way, int(sys.argv[1]))
