@@ -1,17 +1,14 @@
-"""A model whose parameters are spread over the ranks: with fully_shard (`2`), or with FullyShardedDataParallel (`1`)."""
-
-import sys
+"""Models whose parameters are spread over the ranks: one with FullyShardedDataParallel (1), one with fully_shard (2)."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def learn(version: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    if sys.argv[1] == "2":
+    if version == 2:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -34,7 +31,13 @@ def main() -> None:
         optimizer.step()
         first, last = (loss.item() if step == 0 else first), loss.item()
     assert last < first, (first, last)
-    print(f"FSDP{sys.argv[1]}: {local < 161}", flush=True)  # 161 parameters in all
+    print(f"FSDP{version}: {local < 161}", flush=True)  # 161 parameters in all
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for version in (1, 2):
+        learn(version)
     dist.destroy_process_group()
 
 
