@@ -572,7 +572,7 @@ def test_ten_ranks_write_whole_lines(run: Run, write: Write) -> None:
     program = write(
         "train.py", "import os\nfor n in range(200):\n    print(os.environ['RANK'], n, 'x' * 100)\n"
     )
-    result = run("--fresh", "-n", "10", program)
+    result = run("-n", "10", program)
     assert result.rc == 0
     for rank in range(10):
         assert result.of(rank) == [f"{rank} {n} {'x' * 100}" for n in range(200)]
