@@ -9,5 +9,6 @@ def tries(count: int, **more: int) -> settings:
     """Return settings with so many examples for `--hypothesis-profile search`, which looks for
     others each time, and with half of them for the suite, which tries the same each time.
     """
-    examples = count // 2 if settings.default.derandomize else count
+    usual = settings.default
+    examples = count // 2 if usual and usual.derandomize else count
     return settings(max_examples=examples, **more)  # type: ignore[arg-type]

@@ -323,7 +323,7 @@ def test_too_few_files_are_an_error_of_the_call(tmp_path: Path) -> None:
     """The launcher ended with a traceback of its own, and the call with launcher-died."""
     program = tmp_path / "program.py"
     program.write_text("import rallypoint\nrallypoint.launch(int)\n")
-    shell = ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", sys.executable, program]
+    shell = ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", sys.executable, str(program)]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 1), done.stderr
     assert "ulimit -n is 24" in done.stderr
