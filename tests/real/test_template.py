@@ -11,7 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from .job import DEADLINE, MARKER, environment, on_terminal
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
 SCRIPTS = Path(__file__).parent / "template_scripts"
+PARTS = Path(__file__).parents[1] / "torch_in_parts"
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "template.md"
 
 OURS_IN_THE_ENVIRONMENT = {
@@ -73,9 +74,21 @@ def look_alone(
     return dict(json.loads(found.read_text()))
 
 
+@pytest.fixture(scope="module")
+def torch_of_looks() -> Iterator[None]:
+    """torch_in_parts for what this module has made once, before the fixtures of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
+            folders = [str(PARTS), os.environ.get("PYTHONPATH", "")]
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        yield
+
+
 @pytest.fixture(scope="module", params=[None, as_given], ids=["plainly", "as given"])
 def seen(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    torch_of_looks: None,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fresh, forked): what the same program sees alone, and as the only rank of a job."""
     from .job import run_job
@@ -329,6 +342,7 @@ begin()
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_module_that_starts_a_thread_is_named(run: Run, write: Write) -> None:
     """The job works all the same."""
     write("busy.py", STARTS_A_THREAD)
@@ -342,6 +356,7 @@ def test_a_module_that_starts_a_thread_is_named(run: Run, write: Write) -> None:
     assert result.err.count(line) == 1, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_thread_that_starts_with_python_is_not_told_of_torch(run: Run, write: Write) -> None:
     folder = write("sitecustomize.py", STARTS_A_THREAD).parent
     program = write("train.py", "print('done')\n")
@@ -433,31 +448,41 @@ def test_a_slow_import_is_named_once_at_the_end(run: Run, write: Write) -> None:
         assert (result.rc, result.err) == (0, ""), result.everything
 
 
-@pytest.mark.parametrize(
-    ("way", "env", "lines"),
-    [
-        ((), {}, ["train.py:2 sets OMP_NUM_THREADS", "settings.py:1 sets TORCH_LOGS"]),
-        ((), {"OMP_NUM_THREADS": "2", "TORCH_LOGS": "+distributed"}, []),
-        (("--fresh", "-n", "1"), {}, []),
-    ],
-    ids=["set late", "set before", "fresh"],
+SETS = (
+    "import os, settings\nos.environ['OMP_NUM_THREADS'] = '2'\nos.environ['NCCL_DEBUG'] = 'WARN'\n"
 )
-def test_a_variable_that_is_set_too_late_is_said_once(
-    run: Run, write: Write, way: tuple[str, ...], env: dict[str, str], lines: list[str]
-) -> None:
+MEETS = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
+
+
+def told_of_variables(run: Run, write: Write, text: str, *way: str, **env: str) -> list[str]:
+    """The lines about variables of a job of this program, whose `settings` sets TORCH_LOGS."""
     write("settings.py", "import os; os.environ.update({'TORCH_LOGS': '+distributed'})\n")
-    program = write(
-        "train.py",
-        "import os, settings\nos.environ['OMP_NUM_THREADS'] = '2'\nos.environ['NCCL_DEBUG'] = 'WARN'\n"
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n",
-    )
+    program = write("train.py", text)
     result = run("-n", "2", *way, program, env=env, cwd=program.parent)
     assert result.rc == 0, result.everything
-    found = [line for line in result.err.splitlines() if line.startswith("rallypoint: ")]
-    assert sorted(found) == sorted(
+    return sorted(line for line in result.err.splitlines() if line.startswith("rallypoint: "))
+
+
+def test_a_variable_that_is_set_too_late_is_said_once(run: Run, write: Write) -> None:
+    assert told_of_variables(run, write, SETS + MEETS) == [
         f"rallypoint: {line} after torch was imported in the template: export it, or --fresh"
-        for line in lines
-    ), result.everything
+        for line in ("settings.py:1 sets TORCH_LOGS", "train.py:2 sets OMP_NUM_THREADS")
+    ]
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("way", "env"),
+    [
+        ((), {"OMP_NUM_THREADS": "2", "TORCH_LOGS": "+distributed"}),
+        (("--fresh", "-n", "1"), {}),
+    ],
+    ids=["set before", "fresh"],
+)
+def test_a_variable_that_is_not_set_too_late_is_not_said(
+    run: Run, write: Write, way: tuple[str, ...], env: dict[str, str]
+) -> None:
+    assert told_of_variables(run, write, SETS + "import torch\n", *way, **env) == []
 
 
 # --- breakpoint()
