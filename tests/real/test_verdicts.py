@@ -238,6 +238,7 @@ def test_a_worker_of_a_loader_that_was_killed_is_the_cause(tmp_path: Path) -> No
     assert "rank 1 itself was not killed, and noticed" in result.report
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_pool_does_not_say_how_its_process_ended(tmp_path: Path) -> None:
     """The kernel is asked, as for a rank that was killed."""
     result = run_job(["-n", "2", _write(tmp_path, POOL)], state=tmp_path)
@@ -283,7 +284,8 @@ def test_a_checkpoint_failed_in_the_rank_that_torch_names_by_its_number_in_a_gro
     tmp_path: Path,
 ) -> None:
     """It was said that both raised an exception of torch's, which has the ranks' own in its text."""
-    arguments = ["-n", "3", _write(tmp_path, CHECKPOINT)]
+    preload = ["--preload", "torch.distributed.checkpoint"]  # once, not in each rank
+    arguments = ["-n", "3", *preload, _write(tmp_path, CHECKPOINT)]
     whole_torch = {"PYTHONPATH": ""}  # this module imports its parts in another order
     result = run_job(arguments, state=tmp_path, cwd=tmp_path, env=whole_torch)
     assert result.codes == ["rank-raised"], result.everything
@@ -341,6 +343,7 @@ def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path, asynchronous: s
     assert "and then raised ValueError: training diverged" in result.prose, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(("then", "line"), [("gives up", ""), ("goes on", "train.py:12 in")])
 def test_a_traceback_that_was_logged_long_before_an_exit_is_a_likely_cause_alone(
     tmp_path: Path, then: str, line: str
