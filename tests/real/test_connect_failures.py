@@ -117,10 +117,11 @@ for caller in callers:
 print(listener.getsockname()[1], flush=True)
 time.sleep(600)
 """
+# Whatever it serves: the kernel connects callers to it, and it answers nothing once it is stopped.
 STORE = """\
-import time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
 time.sleep(600)
 """
 
