@@ -91,6 +91,7 @@ PROGRAM = "import sys\nsys.stdin.readline()\nprint('done')\n"
 NOTICE = "[cuda-in-template]: importing outer leaves a process that must not be forked: CUDA is initialised"
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.compiler
 def test_a_driver_opened_with_ctypes(run: Run, write: Write, driver: dict[str, str]) -> None:
     write("ops.py", BY_CTYPES)
@@ -119,6 +120,7 @@ def test_a_driver_that_is_loaded_only_does_no_harm(
     )
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.compiler
 def test_a_compiled_extension(
     run: Run, write: Write, driver: dict[str, str], tmp_path: Path
