@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run
+from .conftest import Run, Write
 from .test_local_sgd import PRELOAD
 from .test_scripts_of_others import EXAMPLES, needs
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
 DEADLINE = 100.0  # seconds
+# One after the other in the same ranks: what both import is imported once.
+BOTH = f"""\
+import runpy
+for name in ("store_search.py", "store_evaluator.py"):
+    runpy.run_path(f"{EXAMPLES}/{{name}}", run_name="__main__")
+"""
 
 
 def test_counting_together() -> None:
@@ -35,8 +41,13 @@ def test_counting_together() -> None:
 
 @pytest.mark.torch
 @needs("sklearn")
-def test_one_list_of_settings_for_all_ranks(run: Run) -> None:
-    result = run("-n", "2", *PRELOAD, EXAMPLES / "store_search.py")
+def test_one_list_of_settings_for_all_ranks_and_a_tester_beside_the_trainer(
+    run: Run, write: Write
+) -> None:
+    """In the second, every version arrives, in order, as a state_dict that loads; the model gets
+    better.
+    """
+    result = run("-n", "2", *PRELOAD, write("both.py", BOTH))
     assert result.rc == 0, result.everything
     told = result.of(0)
     assert len(told) == 11, result.everything
@@ -48,13 +59,6 @@ def test_one_list_of_settings_for_all_ranks(run: Run) -> None:
         f"{10**e:g}" for e in (-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5, 0, 0.5)
     }
 
-
-@pytest.mark.torch
-@needs("sklearn")
-def test_a_tester_beside_the_trainer(run: Run) -> None:
-    """Every version arrives, in order, as a state_dict that loads; the model gets better."""
-    result = run("-n", "2", *PRELOAD, EXAMPLES / "store_evaluator.py")
-    assert result.rc == 0, result.everything
     rounds = [re.fullmatch(r"round (\d): test accuracy (\S+)", line) for line in result.of(1)]
     assert [int(line[1]) for line in rounds if line] == [1, 2, 3, 4, 5], result.everything
     accuracy = [float(line[2]) for line in rounds if line]
