@@ -226,9 +226,14 @@ def interrupted(
     return run_job(["-n", "3", *options, "stopping.py", manner], state=tmp_path, act=act)
 
 
-def test_ctrl_c_tells_where_every_rank_was(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "plain", signal.SIGINT)
-    assert result.rc == 130
+def test_ctrl_c_tells_where_every_rank_was_and_all_who_wait_for_a_missing_one_end_soon(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 is gone, and torch would wait for half an hour: no grace is waited for."""
+    result = interrupted(tmp_path, "plain", signal.SIGINT, options=("--grace", "80"))
+    assert result.rc == 130, result.everything
+    assert not [e for e in result.events if e["what"] == "killed"]
+    assert result.seconds < 60
     assert "stopped[interrupted]: the job was stopped by Ctrl-C" in result.err
     assert re.search(r"- rank 0 +stopping.py:31 in <module>", result.err), result.everything
     # One of the two may just have come from a deeper call: then they stand in two lines.
@@ -336,14 +341,6 @@ def test_what_a_rank_raises_when_the_job_is_stopped_is_said(tmp_path: Path) -> N
         )
 
 
-def test_when_a_rank_is_missing_all_who_wait_for_it_end_soon(tmp_path: Path) -> None:
-    """Rank 0 is gone, and torch would wait for half an hour: no grace is waited for."""
-    result = interrupted(tmp_path, "plain", signal.SIGINT, options=("--grace", "80"))
-    assert result.rc == 130, result.everything
-    assert not [e for e in result.events if e["what"] == "killed"]
-    assert result.seconds < 60
-
-
 def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "ignore", signal.SIGTERM, options=("--grace", "1"))
     assert result.rc == 143
@@ -441,8 +438,13 @@ def test_restarts_leave_nothing_in_the_template(tmp_path: Path) -> None:
     assert len(set(said_by_attempt)) == 1, said_by_attempt
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_when_the_restarts_are_used_up_the_code_is_the_rank_s(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", "--max-restarts", "1", "again.py", "5"], state=tmp_path)
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, time\nif os.environ['RANK'] == '0':\n    os._exit(3)\ntime.sleep(600)\n"
+    )
+    result = run_job(["-n", "2", "--max-restarts", "1", program], state=tmp_path)
     assert result.rc == 3, result.everything
 
 
