@@ -302,6 +302,7 @@ def test_what_the_kernel_lacks_is_said_once_and_by_name(tmp_path: Path) -> None:
     assert "pidfd_open and pidfd_send_signal: Function not implemented" in result.prose
 
 
+@pytest.mark.usefixtures("torch_in_parts")
 @pytest.mark.root
 def test_a_program_that_changes_its_root_ends_well(tmp_path: Path) -> None:
     """A look at gloo's threads, which it had never started, failed in a folder without /proc."""
