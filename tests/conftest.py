@@ -139,12 +139,26 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     _torch_from("without_torch", monkeypatch)
 
 
+def _torch_in_parts(patch: pytest.MonkeyPatch) -> None:
+    """Do nothing for scripts/matrix: there, torch is imported as users import it."""
+    if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
+        _torch_from("torch_in_parts", patch)
+
+
 @pytest.fixture
 def torch_in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start jobs whose torch loads its least used parts when one is used; see
-    `torch_in_parts/sitecustomize.py`. It does nothing beside `without_torch`. scripts/matrix sets
-    RALLYPOINT_WHOLE_TORCH: there, torch is imported as users import it.
+    `torch_in_parts/sitecustomize.py`. It does nothing beside `without_torch`.
     """
-    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
-    if "without_torch" not in request.fixturenames and not whole:
-        _torch_from("torch_in_parts", monkeypatch)
+    if "without_torch" not in request.fixturenames:
+        _torch_in_parts(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def torch_in_parts_of_module() -> Iterator[None]:
+    """Do what `torch_in_parts` does, for the fixtures of a module: they are made before those of a
+    test.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        _torch_in_parts(patch)
+        yield

@@ -11,7 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from .job import DEADLINE, MARKER, environment, on_terminal
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
 SCRIPTS = Path(__file__).parent / "template_scripts"
-PARTS = Path(__file__).parents[1] / "torch_in_parts"
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "template.md"
 
 OURS_IN_THE_ENVIRONMENT = {
@@ -74,19 +73,9 @@ def look_alone(
     return dict(json.loads(found.read_text()))
 
 
-@pytest.fixture(scope="module")
-def torch_of_looks() -> Iterator[None]:
-    """torch_in_parts for what this module has made once, before the fixtures of a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
-            folders = [str(PARTS), os.environ.get("PYTHONPATH", "")]
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-        yield
-
-
 @pytest.fixture(scope="module", params=[None, as_given], ids=["plainly", "as given"])
 def seen(
-    torch_of_looks: None,
+    torch_in_parts_of_module: None,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,6 @@ MEETING = (
 FLAGS = ("--nproc-per-node", "2", "--role", "trainer", "--max-restarts", "2", *MEETING)
 
 
-PARTS = Path(__file__).parents[1] / "torch_in_parts"
-
-
 # --- what a program finds
 # -------------------------------------------------------------------------------------------
 
@@ -63,16 +59,6 @@ FOREIGN_FD = 200  # open in the launcher, and inheritable, as shells and build t
 
 def set_umask() -> None:
     os.umask(0o027)
-
-
-@pytest.fixture(scope="module")
-def torch_of_facts() -> Iterator[None]:
-    """torch_in_parts for the fixtures of this module, which are made before those of a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
-            folders = [str(PARTS), os.environ.get("PYTHONPATH", "")]
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-        yield
 
 
 def facts(state: Path, *launcher: str) -> list[dict[str, Any]]:
@@ -97,7 +83,9 @@ def facts(state: Path, *launcher: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def theirs(torch_of_facts: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def theirs(
+    torch_in_parts_of_module: None, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """Under torchrun, which puts no rank in front of a line unless it copies it."""
     return facts(tmp_path_factory.mktemp("torchrun"), *TORCHRUN, *FLAGS, "--tee", "3")
 
@@ -107,7 +95,7 @@ def theirs(torch_of_facts: None, tmp_path_factory: pytest.TempPathFactory) -> li
 )
 def ours(
     request: pytest.FixtureRequest,
-    torch_of_facts: None,
+    torch_in_parts_of_module: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
     return facts(tmp_path_factory.mktemp("ours"), *RALLYPOINT, *FLAGS, *request.param)
