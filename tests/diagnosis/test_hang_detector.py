@@ -28,6 +28,11 @@ def polling(now: float) -> Activity:
     return Activity("S", 50, 7 + int(now / 5), 9 + int(now / 5))
 
 
+def polling_often(now: float) -> Activity:
+    """`while not path.exists(): time.sleep(0.05)`: 0.2 ms of processor time each."""
+    return Activity("S", 50 + int(now * 20 * 0.02), 7 + int(now * 20), 9 + int(now * 20))
+
+
 def spinning(now: float) -> Activity:
     """A wait of NCCL's: always on a processor, and pushed off it now and then."""
     return Activity("R", int(now * TICKS), 7, 9 + int(now * 10))
@@ -94,7 +99,7 @@ def test_a_job_that_works_is_never_asked() -> None:
 
 
 def test_waits_that_poll_or_spin_are_found_at_one_place_more_than_once() -> None:
-    for life in (polling, spinning):
+    for life in (polling, polling_often, spinning):
         job = Job(60.0, asleep, life).until(600.0)
         ((when, stall),) = job.told
         assert 60.0 <= when <= 120.0

@@ -28,10 +28,11 @@ LOOKS_AT_FIRST = 4
 LOOKS_IN_A_STALL = 8  # within the time of `--stall`: it is told at most an eighth of that too late
 SHORTEST_LOOK = 0.1  # seconds; the kernel counts processor time in hundredths
 # A main thread that uses no more than this share of a processor, and gives it up no more often than
-# that, waits for something. A loader that polls its queue (every 5 s) is far below; a training loop
-# is far above.
+# that, or uses no more for each time than a look at a file or a lock takes, waits for something. A
+# loader that polls its queue (every 5 s) is far below; a training loop is far above.
 IDLE_SHARE = 0.02
 IDLE_WAITS = 2.0  # per second
+POLL_TIME = 0.0005  # seconds of processor time
 # What the question for its stack costs a thread that waits: the signal wakes it, it waits again; a
 # tick of processor time for the handler.
 WOKEN_WAITS, WOKEN_TICKS = 1, 1
@@ -114,8 +115,8 @@ class _Thread:
         """
         passed = now - self.at
         waits, used = activity.waits - self.activity.waits, activity.cpu - self.activity.cpu
-        idle = used <= max(1.0, IDLE_SHARE * passed * ticks) and waits <= max(
-            2.0, IDLE_WAITS * passed
+        idle = used <= max(1.0, IDLE_SHARE * passed * ticks) and (
+            waits <= max(2.0, IDLE_WAITS * passed) or used <= 1.0 + POLL_TIME * waits * ticks
         )
         spins = waits == 0
         self.still_since = now
