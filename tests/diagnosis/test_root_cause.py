@@ -552,6 +552,24 @@ HISTORIES = [
         "rank 2 raised ValueError: shapes do not match: 512 and 500",
     ),
     History(
+        "one-raises-with-a-first-line-that-introduces-the-next",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "RuntimeError",
+                    "Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "
+                    '"a.weight". \n\tUnexpected key(s) in state_dict: "b.weight". ',
+                ),
+            )
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised RuntimeError: Error(s) in loading state_dict for Net: "
+        'Missing key(s) in state_dict: "a.weight".',
+    ),
+    History(
         "one-raises-and-hangs-in-its-end",
         job(lost(0), rank(1, raised=VALUE, sent=("SIGTERM",), phase="finishing")),
         "rank-raised",

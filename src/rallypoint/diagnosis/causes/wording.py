@@ -76,8 +76,12 @@ def shortened(text: str, most: int) -> str:
 
 
 def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
-    """Return the first line of a message that has words, cut to fit a headline."""
-    return shortened(next(filter(None, map(str.strip, message.splitlines())), ""), most)
+    """Return the first line of a message that has words, cut to fit a headline. One that ends with a
+    colon says what is wrong in the next.
+    """
+    lines = filter(None, map(str.strip, message.splitlines()))
+    line = next(lines, "")
+    return shortened(f"{line} {next(lines, '')}".rstrip() if line.endswith(":") else line, most)
 
 
 def listed(lines: Sequence[str]) -> tuple[str, ...]:
