@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from rallypoint.cli import main as cli
-from rallypoint.host import ports
+from rallypoint.cli import stacks
+from rallypoint.host import kernel_files, ports
 
 RUN = (sys.executable, "-P", "-m", "rallypoint", "run")
 SAVES = """
@@ -86,6 +88,20 @@ def test_there_is_nothing_to_stop(
 ) -> None:
     assert cli.main(["stop", *words]) == 2
     assert f"error[usage]: {headline}" in capsys.readouterr().err
+
+
+def test_no_job_is_found_where_proc_names_no_sockets(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With /proc mounted subset=pid there is no /proc/net: an internal error."""
+
+    def missing(path: str, *_: object, **__: object) -> NoReturn:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    for module in (stacks, kernel_files):
+        monkeypatch.setattr(module, "open", missing, raising=False)
+    assert cli.main(["stop"]) == 2
+    assert "error[usage]: no job of this user is running here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["newest", "name", "part", "folder elsewhere", "name elsewhere"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rallypoint.cli.args import CommandLine
 from rallypoint.cli.output import width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.kernel_files import text_of
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.rank_snapshot import Standing
@@ -102,9 +103,8 @@ def _refuse_without_folder(word: str) -> None:
     from rallypoint.launcher.agent import query_socket
 
     name = os.path.basename(word.rstrip(os.sep))
-    with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
-        paths = {line.split()[-1] for line in file if line.endswith("/door.sock\n")}
-    for path in sorted(paths):
+    lines = text_of("/proc/net/unix", most=-1).splitlines()
+    for path in sorted({line.split()[-1] for line in lines if line.endswith("/door.sock")}):
         with contextlib.suppress(
             query_socket.DoorClosed, query_socket.LauncherSilent, query_socket.OtherVersion
         ):
