@@ -4,6 +4,10 @@ known about its request.
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -208,6 +212,30 @@ def test_a_server_that_is_frozen_for_less_than_the_lease(process: ServerProcess,
         assert waiting.result() == "came"
         held.release()  # the session went on, too
         assert (store.statistics()["sessions"], store.statistics()["reconnects"]) == (1, 0)
+
+
+_KEEPS_A_KEY = """
+import sys, rallypoint
+store = rallypoint.connect(sys.argv[1], secret=sys.argv[2], ttl=1.0)
+store.set("paused", 1, ephemeral=True)
+print("ready", flush=True)
+sys.stdin.readline()
+print(store.get("paused"))
+"""
+
+
+def test_a_pause_of_the_server_and_its_clients_is_nobodys_silence(process: ServerProcess) -> None:
+    """A container that was paused for longer than the ttl had its job end: session-lost."""
+    command = [sys.executable, "-c", _KEEPS_A_KEY, process.local, SECRET]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "ready\n"
+        client.send_signal(signal.SIGSTOP)
+        process.stop()
+        time.sleep(3.0)
+        process.go_on()
+        client.send_signal(signal.SIGCONT)
+        assert client.communicate("go on\n", PLENTY)[0] == "1\n"
 
 
 def test_other_threads_of_a_frozen_server_have_deadlines_of_their_own(

@@ -56,6 +56,10 @@ LONGEST_NAP = 3600.0
 """Seconds that one call of epoll may wait: it refuses more than 24 days, and a key may live longer
 than that."""
 
+STOOD_STILL = 0.5
+"""Seconds by which a look may be late before it counts as this process having stood still. Then the
+clients may have, too (Ctrl-Z, a paused container or machine): that time is nobody's silence."""
+
 SWEEP = 5.0
 """Seconds between two looks for connections whose session has ended: their clients learn it at
 their next request in any case."""
@@ -192,9 +196,14 @@ class Loop:
 
     def _turn(self, until: float) -> None:
         """Wait for events until then, and handle them."""
-        wait = max(0.0, min(until - self._now(), LONGEST_NAP)) + 0.001
+        began = self._now()
+        wait = max(0.0, min(until - began, LONGEST_NAP)) + 0.001
         others = []
-        for fd, events in self._epoll.poll(wait, EVENTS):
+        found = self._epoll.poll(wait, EVENTS)
+        took = self._now() - began
+        if took > wait + STOOD_STILL:
+            self._state.excuse(took)
+        for fd, events in found:
             peer = self._peers.get(fd)
             if peer is not None:
                 self._attend(peer, events)
