@@ -140,6 +140,22 @@ def test_a_request_on_a_connection_that_was_known_to_be_gone_did_not_happen(
         assert store.add("n") == 1
 
 
+def test_a_connection_that_a_firewall_has_forgotten_ends_no_call(
+    server: Server, proxy: ChaosProxy
+) -> None:
+    """A call waited on it for all of its time, and raised store-timeout beside a network that
+    worked.
+    """
+    with rallypoint.connect(
+        proxy.address, secret=server.secret, same_host=False, ttl=6.0, timeout=6.0
+    ) as store:
+        store.set("mine", 1, ephemeral=True)
+        for connection in proxy.connections:
+            connection.black_hole()
+        assert store.add("n") == 1
+        assert store["mine"] == 1
+
+
 # --- the lease is over, and the server knows what happened ---
 
 

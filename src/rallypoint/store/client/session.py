@@ -63,6 +63,10 @@ the lease is over.
 LONGEST_POLL = 86_400.0
 """Seconds. The kernel counts the milliseconds of a poll in 31 bits."""
 
+GIVEN_UP = 0.8
+"""Shares of the ttl after which a connection on which nothing comes is given up: a firewall that
+has forgotten it lets another one pass, and the session, and a call of 10 s, live on."""
+
 QUIET_SECONDS = 2.0
 """Seconds of trying to connect for the first time, before a line says so: a server that is being
 started is there by then.
@@ -382,7 +386,7 @@ class Session:
 
     def _set_ttl(self, ttl: float) -> None:
         self.ttl = ttl
-        self._silence = min(ttl, LONGEST_POLL)
+        self._silence = min(ttl * GIVEN_UP, LONGEST_POLL)
         self.keep_alive.set_interval()
 
     def _failed(self, failed: DialFailed, first: bool) -> None:
