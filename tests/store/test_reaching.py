@@ -281,6 +281,30 @@ def test_a_resolver_that_hangs_holds_up_neither_deadline_nor_signal_handler(
                 thread.join()
 
 
+def test_a_resolver_that_is_slow_holds_up_the_first_connection_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher looked for its lead's name at each of its connections, and was lost by the lead."""
+    released = threading.Event()
+    port = server.address.rpartition(":")[2]
+    known = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+    asked = []
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[Any]:
+        asked.append(host)
+        assert len(asked) == 1 or released.wait(PLENTY)
+        return known
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    address = f"tcp://slow.invalid:{port}"
+    try:
+        for _ in range(3):
+            rallypoint.connect(address, secret=SECRET, same_host=False, timeout=SOON).close()
+        assert asked == ["slow.invalid"] * 2
+    finally:
+        released.set()
+
+
 class Interrupted(Exception):
     """Raised by a signal handler."""
 

@@ -10,6 +10,7 @@ is asked in a thread of its own: getaddrinfo cannot be interrupted, by a signal 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import select
 import socket
@@ -35,6 +36,9 @@ recommendation. Less when there is not time enough: all are tried in the first h
 AGAIN = 3
 """Times that every address is tried once more while none has connected: TCP repeats a lost SYN only
 after a second."""
+
+STALE = 0.3
+"""Seconds for the resolver to say anew what is known from its last answer."""
 
 Reason = Literal[
     "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
@@ -343,6 +347,11 @@ not asked again by every attempt.
 """
 
 
+_known: dict[tuple[int, str, int], list[Place]] = {}
+"""What the resolver has said of a name at last. Where a name server is off, each answer takes 5 s,
+and a session of 2 s must not wait for it at each of its connections."""
+
+
 def _places(
     addresses: Sequence[Address], deadline: float, clock: Clock
 ) -> tuple[list[tuple[Address, Place]], list[Failure]]:
@@ -375,10 +384,13 @@ def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]
         return place
     key = (os.getpid(), host, port)
     question = _asked.setdefault(key, _Question(host, port)) if key not in _asked else _asked[key]
-    answered = question.answered.wait(max(0.0, deadline - clock.monotonic()))
-    if not answered:
-        raise DialFailed([Failure("unresolved", host, "the resolver gave no answer")])
-    _asked.pop(key, None)
-    if not question.found:
-        raise DialFailed([Failure("unresolved", host, question.error or "it has no address")])
-    return question.found
+    found = _known.get(key, [])
+    wait = min(deadline - clock.monotonic(), STALE if found else math.inf)
+    said = "the resolver gave no answer"
+    if question.answered.wait(max(0.0, wait)):
+        _asked.pop(key, None)
+        _known[key] = found = question.found
+        said = question.error or "it has no address"
+    if not found:
+        raise DialFailed([Failure("unresolved", host, said)])
+    return found
