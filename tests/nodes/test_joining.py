@@ -13,7 +13,7 @@ import pytest
 
 from .conftest import MakeCluster
 from .jobs import NO_SECRET, PORT, STAY, TELL, WITHOUT_TORCH, Jobs, codes, told
-from .netns import Cluster, Process, wait_until
+from .netns import LOCALHOST, Cluster, Process, wait_until
 
 
 @pytest.fixture
@@ -90,6 +90,36 @@ def test_the_name_of_node_0_is_known_late(two: Jobs) -> None:
     assert started[1].output() == ""
     two.cluster[1].set_hosts(known)
     well(started)
+
+
+_ANSWERS_LATE = """
+import socket, threading
+server = socket.socket(type=socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+print("is up", flush=True)
+def answer(query, asker):
+    number, end = query[17:18], query.index(0, 12) + 5  # nodeK
+    known = query[13:17] == b"node" and query[end - 3] == 1  # an A record
+    said = b"\\x85\\x80\\0\\1\\0" + bytes([known]) + bytes(4) + query[12:end]
+    if known:
+        said += b"\\xc0\\x0c\\0\\1\\0\\1\\0\\0\\0\\0\\0\\4" + bytes([10, 77, 0, int(number) + 1])
+    server.sendto(query[:2] + said, asker)
+while True:
+    threading.Timer(3.0, answer, server.recvfrom(512)).start()
+"""
+
+
+def test_a_name_server_that_takes_3_s(two: Jobs) -> None:
+    """Nobody led, and where a place was given the nodes lost each other: each new connection of a
+    launcher asked for the name. Where the first of two name servers is off, each answer takes 5 s.
+    """
+    for node in two.cluster.nodes:
+        node.set_hosts(LOCALHOST)
+        node.set_resolver("nameserver 127.0.0.1\n")
+        node.start([sys.executable, "-c", _ANSWERS_LATE]).wait_for("is up")
+    well([two.start(node, TELL + "import time; time.sleep(4)\n") for node in two.cluster.nodes])
+    for node in two.cluster.nodes:
+        node.started[0].kill()
 
 
 def test_nodes_of_ipv6_alone(make_cluster: MakeCluster, tmp_path: Path) -> None:

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from rallypoint.clusters.cluster import Cluster
 
 RESOLVE_TIMEOUT = 2.0
-"""Seconds for the name of the endpoint. One that gives no answer by then is asked again."""
+"""Seconds for the name of the endpoint, where this node leads whatever it is."""
+
+PATIENCE = 12.0
+"""Seconds for it where the name decides who leads. One that gives no answer by then is asked again;
+the resolver waits 5 s for each name server that is off before it asks the next one."""
 
 
 def secret_file(nodes: Nodes, cluster: Cluster | None, environ: Mapping[str, str]) -> str:
@@ -192,7 +196,7 @@ def claim(
     if nodes.folder:
         return _claim_folder(nodes, port_range)
     must = nodes.rank == 0 or bool(nodes.is_host)
-    host = _listening_address(nodes.host, must, min(RESOLVE_TIMEOUT, left))
+    host = _listening_address(nodes.host, must, min(RESOLVE_TIMEOUT if must else PATIENCE, left))
     if not host:
         return None
     # Two agents of one machine that may both lead must not hold a port each.
