@@ -74,6 +74,15 @@ def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) ->
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_a_preloaded_module_may_ignore_the_end_of_children(run: Run, write: Write) -> None:
+    """The kernel reaped the ranks then, and the template ended with a traceback of its own."""
+    write("own.py", "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n")
+    ends = "import own, signal, sys\nsys.exit(2 + signal.getsignal(signal.SIGCHLD))\n"
+    result = run("-n", "1", "--preload", "own", write("train.py", ends))
+    assert (result.rc, "exited with code 3" in result.err) == (3, True), result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
     """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older
     than the fork.

@@ -192,6 +192,10 @@ class _Template:
         # before it became the launcher.
         processes.become_subreaper()
         processes.continue_at_end_of_parent()  # not SIGKILL: `_leave` ends all of that first
+        # A preload module may ignore it; then the kernel would reap the ranks before they are asked.
+        self._ignores_ends = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        if self._ignores_ends:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         self._orphans = system_calls.signalfd(signal.SIGCHLD)
         self._epoll.register(self._orphans, select.EPOLLIN)
@@ -303,7 +307,9 @@ class _Template:
         self._tell(Ready(clock.elapsed(), unclean=why, module=name))
 
     def _forget(self) -> None:
-        """Close, in the child, everything of the template's."""
+        """Close, in the child, everything of the template's, and ignore what the modules ignore."""
+        if self._ignores_ends:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         self._epoll.close()
         self._orders.close()
         close_fds(self._orphans, *self._children)
