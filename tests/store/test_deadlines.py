@@ -321,6 +321,13 @@ def test_a_large_value_that_comes_slowly_may_take_longer_than_the_timeout(
         del other["slow"]
 
 
+def test_a_large_value_may_have_years(process: ServerProcess) -> None:
+    """`poll` refused them where the value did not fit into the socket at once."""
+    with connect(process, "tcp", timeout=1e9) as store:
+        store["patient"] = MORE
+        assert store.pop("patient") == MORE
+
+
 # --- killed ---
 
 

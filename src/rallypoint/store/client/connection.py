@@ -79,6 +79,11 @@ keys) a segment is used once: each costs this process a descriptor."""
 DESCRIPTORS = 16
 """Descriptors that one read may deliver; the server sends one per frame."""
 
+LONGEST_POLL = 2e6
+"""Seconds of one wait, which stand for every longer time: the kernel counts the milliseconds of a
+poll in 31 bits.
+"""
+
 UNANSWERED = 3
 """Signs of life without an answer, after which none is sent: TCP keeps repeating those. With a
 fourth message on its way, it would double the time between two repetitions of a lost one."""
@@ -290,7 +295,7 @@ class Connection:
     def _wait_for_room(self, deadline: float) -> None:
         ready = select.poll()
         ready.register(self.sock, select.POLLOUT)
-        if not ready.poll(max(0.0, deadline - self._now()) * 1000.0):
+        if not ready.poll(max(0.0, min(deadline - self._now(), LONGEST_POLL)) * 1000.0):
             raise TooLate
 
     # --- shared memory of ours ---

@@ -33,6 +33,7 @@ from rallypoint.store.client.call import GRACE, Call, asked_of, outcome_of, told
 from rallypoint.store.client.connect import DialFailed, Failure, Opened, OpenSocket
 from rallypoint.store.client.connect_errors import stopped
 from rallypoint.store.client.connection import (
+    LONGEST_POLL,
     Answer,
     Connection,
     ConnectionBroken,
@@ -60,11 +61,8 @@ BYE_SECONDS = 1.0
 the lease is over.
 """
 
-LONGEST_POLL = 86_400.0
-"""Seconds. The kernel counts the milliseconds of a poll in 31 bits."""
-
 GIVEN_UP = 0.8
-"""Shares of the ttl after which a connection on which nothing comes is given up: a firewall that
+"""Share of the ttl after which a connection on which nothing comes is given up: a firewall that
 has forgotten it lets another one pass, and the session, and a call of 10 s, live on."""
 
 QUIET_SECONDS = 2.0
