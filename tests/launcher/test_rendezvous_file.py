@@ -59,6 +59,13 @@ def test_fate(change: dict[str, str], started: int | None, expected: str) -> Non
     assert fate(msgspec.structs.replace(former, ended=True), HERE, lambda _: started) == "gone"
 
 
+@pytest.mark.parametrize(("host", "expected"), [("node07", "gone"), ("node08", "unknown")])
+def test_fate_where_no_boot_has_a_number(host: str, expected: str) -> None:
+    """In a sandbox the running job of another machine was taken for gone, and its place taken."""
+    owner, here = (msgspec.structs.replace(HERE, host=one, boot="") for one in (host, "node07"))
+    assert fate(msgspec.structs.replace(JOB, owner=owner), here, lambda _: None) == expected
+
+
 def written(folder: Path) -> list[Record]:
     paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
     return [msgspec.json.decode(path.read_bytes(), type=Record) for path in paths]

@@ -85,7 +85,8 @@ def fate(record: Record, here: ProcessIdentity, started: Callable[[int], int | N
     owner = record.owner
     if record.ended:
         return "gone"
-    if owner.boot == here.boot:
+    # A sandbox may have no number of a boot: then all machines have the same, "".
+    if owner.boot == here.boot and (here.boot or owner.host == here.host):
         if owner.pids != here.pids:
             return "unknown"
         began = started(owner.pid)
