@@ -71,6 +71,15 @@ def test_a_job_ends_as_node_0_says_also_while_the_controller_is_asked(tmp_path: 
         assert launcher.wait(30) == 3
 
 
+def test_a_node_0_that_ends_before_it_is_heard_has_its_status(tmp_path: Path) -> None:
+    """Place and status were read at once, where the controller was slow, and the status was lost."""
+    both = SRUN.replace('secret\\n")', 'secret\\n3\\n")').replace('    open("asked").close()\n', "")
+    env = commands(tmp_path, srun=both.replace('    node.sendall(b"3\\n")\n', ""))
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=30, check=False)
+    assert done.returncode == 3
+
+
 def test_a_node_0_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
     quick = SCRIPT.replace("sys.exit", "slurm_step.TALK = 0.1\nsys.exit")
     env = commands(tmp_path, srun=SILENT_SRUN)

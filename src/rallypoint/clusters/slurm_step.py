@@ -169,7 +169,8 @@ class _Step:
         """
         node.settimeout(TALK)
         try:
-            with node.makefile("rb") as text:
+            # Unbuffered: the status may have come behind it.
+            with node.makefile("rb", buffering=0) as text:
                 said = text.readline()
         except TimeoutError:
             said = b""
