@@ -20,10 +20,11 @@ from rallypoint.launcher.plan import (
     Options,
     Plan,
     alone,
+    at_node,
     make,
     variables_of,
 )
-from rallypoint.launcher.program import Program
+from rallypoint.launcher.program import Program, Task
 from rallypoint.launcher.sizes import threads_of_a_rank
 from rallypoint.world import Seat, World
 
@@ -104,6 +105,26 @@ def test_a_lone_rank_has_its_variables_in_the_dry_run_too() -> None:
     assert "TORCHELASTIC_USE_AGENT_STORE=False" in describe(made)
     made = plan(nproc=1, plain=True)
     assert variables_of(made, alone(made), 0)["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "folders"),
+    [
+        (None, "", ["runs/job7/node1", "runs/job7/node1"]),
+        (Task("f", "a.py:1", (), 0, "/", ()), "", ["runs/job7-1/node1", "runs/job7-3/node1"]),
+        (Task("f", "a.py:1", (), 0, "/", ()), "mine", ["mine/node1", "mine/node1"]),
+    ],
+    ids=["run", "launch", "a named folder"],
+)
+def test_each_call_on_several_nodes_has_a_run_folder(
+    task: Task | None, asked: str, folders: list[str]
+) -> None:
+    """A call that went well replaced the record of one that had failed, and then removed it."""
+    for call, folder in zip((0, 2), folders, strict=True):
+        made = plan(nodes=Nodes(count=2, call=call), run_dir=asked)
+        made = msgspec.structs.replace(made, task=task)
+        seat = Seat(0, 1, World.of([1, 1]), "10.0.0.1", 29500)
+        assert at_node(made, seat, "job7", 0).run_dir.endswith(f"/{folder}")
 
 
 def test_a_rank_on_another_node_has_the_numbers_of_its_seat() -> None:

@@ -21,7 +21,13 @@ import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.record import kept_file, past_run, run_list
-from rallypoint.record.run_folder import RunFolder, default_root, open_run_folder, without_secrets
+from rallypoint.record.run_folder import (
+    RunFolder,
+    default_root,
+    discard,
+    open_run_folder,
+    without_secrets,
+)
 from rallypoint.record.run_list import (
     KEPT_RUNS,
     is_running,
@@ -537,6 +543,17 @@ def test_each_node_of_a_job_has_a_run_folder_in_that_of_the_job(
     with pytest.raises(UsageError, match="2 runs have exp7 in their names"):
         past_run.find(str(root), "exp7")
     assert {stat.S_IMODE(one.stat().st_mode) for one in (root, root / "exp7")} == {0o700}
+
+
+def test_a_good_call_on_several_nodes_leaves_nothing(tmp_path: Path, said: list[str]) -> None:
+    """The folder of the job stayed, empty, and `latest` led to a node's that was gone."""
+    opened(tmp_path, "before", said).close()
+    for node in (0, 1):
+        opened_node(tmp_path, "exp7-1", node, said).close()
+    for node in (1, 0):
+        discard(str(tmp_path / "exp7-1" / f"node{node}"))
+        assert (tmp_path / "exp7-1").exists() is (node == 1)
+    assert os.readlink(tmp_path / "latest") == "before"
 
 
 def test_the_nodes_of_a_job_are_removed_together(tmp_path: Path, said: list[str]) -> None:

@@ -677,8 +677,10 @@ def at_node(plan: Plan, seat: Seat, job: str, max_restarts: int) -> Plan:
             f"--debug-rank {plan.debug_rank} is not a rank of this job: {_ranks_there_are(seat.world.size)}",
             help=(("give a rank that there is", "--debug-rank 0"),),
         )
+    # Calls of `launch` in one program are one job, and have a folder each.
+    name = f"{job}-{plan.nodes.call + 1}" if plan.nodes and plan.task else job
     folder = (
-        plan.run_dir if plan.run_dir_asked else os.path.join(os.path.dirname(plan.run_dir), job)
+        plan.run_dir if plan.run_dir_asked else os.path.join(os.path.dirname(plan.run_dir), name)
     )
     return msgspec.structs.replace(
         plan,

@@ -204,9 +204,12 @@ def discard(path: str) -> None:
     """Remove a run that is over and of no interest to anybody. `latest` goes back to the one before
     it."""
     shutil.rmtree(path, ignore_errors=True)
-    root = os.path.dirname(path)
+    root, above = root_of(path), os.path.dirname(path)
+    if above != root:
+        with contextlib.suppress(OSError):  # other nodes have theirs in it
+            os.rmdir(above)
     with contextlib.suppress(OSError):  # there is none, or it is another's by now
-        if os.readlink(os.path.join(root, "latest")) == os.path.basename(path):
+        if os.readlink(os.path.join(root, "latest")) == os.path.relpath(path, root):
             others = past_runs(root)
             if others:
                 _point_latest(root, others[0].path)
