@@ -294,6 +294,33 @@ def test_our_own_report_in_a_log() -> None:
     assert (report.code, report.headline) == ("rank-killed", "rank 2 was killed by SIGKILL")
 
 
+@pytest.mark.parametrize(
+    "headline",
+    [
+        "error[rank-exited]: both ranks exited with code 1",
+        "stopped[interrupted]: the job was stopped by SIGTERM, 37.2 s after its start",
+        "error[usage]: --nnodes 1:4 is a range: jobs whose number of nodes changes are not built yet",
+        "warning[job-stalled]: no rank has moved for 9 s: rank 1 waits in barrier at a.py:6",
+    ],
+)
+def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> None:
+    """Words of the program before it are no reason to doubt it: it has seen the job itself."""
+    folder = "/state/runs/a1"
+    words = "[0] overwrite the output folder? [y/N]: Aborted!\n[1] the loader failed\n" * 200
+    (report,) = _told(f"{words}\n{headline}\n\n  where  a.py:3\n\n  logs   {folder}\n")
+    assert headline.endswith(f"[{report.code}]: {report.headline}")
+    assert report.confidence == "certain"
+    assert report.help[0].command == f"rallypoint show {folder}"
+
+
+def test_the_report_that_both_launchers_of_a_job_show_is_one() -> None:
+    text = (
+        "error[rank-raised]: rank 3 on node 1 (vm) raised ValueError: x\n\n  logs   vm:/r/node1\n"
+    )
+    read = [Reader(name).read([text.encode()]) for name in ("n0.log", "n1.log")]
+    assert len(diagnose(together(read))) == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_the_lines_are_there_is_a_report(seed: int) -> None:
     """Lines of all logs in any order, some with broken bytes: what a terminal shared by many ranks

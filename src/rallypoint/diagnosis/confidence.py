@@ -260,9 +260,10 @@ def answers(stop: Sighting, seen: Iterable[Sighting]) -> bool:
 
 def placed(report: Report, findings: Findings) -> Report:
     """Return the report as likely where the log speaks of another failure before it, in words that
-    are not known here.
+    are not known here. One of rallypoint's own has seen the job itself.
     """
-    if report.confidence != "certain" or not report.logs:
+    own = Sign.REPORTED in {s.sign for s in findings.sightings}
+    if own or report.confidence != "certain" or not report.logs:
         return report
     log, _, line = report.logs[0].rpartition(":")
     spoken = [s for s in findings.sightings if s.sign is Sign.SPOKEN]

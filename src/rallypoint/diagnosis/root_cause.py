@@ -470,9 +470,10 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     """Return the causes that a log tells of: the same rows, with what only logs have between
     them.
     """
-    own = [s for s in log.sightings if s.sign is Sign.REPORTED]
+    # two launchers of one job show the same report
+    own = {(s.text, s.lines): s for s in log.sightings if s.sign is Sign.REPORTED}
     if own:
-        return tuple(map(stops.reported, own[:MOST_REPORTS]))
+        return tuple(map(stops.reported, [*own.values()][:MOST_REPORTS]))
     strong = [verdict for verdict in verdicts if verdict.kind in STRONG]
     reports = _reports(job, verdicts, strong) if strong else ()
     stop = next(iter(_stops(log)), None)

@@ -22,7 +22,9 @@ from rallypoint.diagnosis.error_patterns import (
 from rallypoint.diagnosis.error_patterns.known_line import KnownLine, line
 from rallypoint.diagnosis.log_events import Collective, End, Sign
 
-REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
+REPORTED = (
+    r"^(?:error|stopped|warning(?=\[job-))\[([a-z]+(?:-[a-z]+)+|interrupted|usage)\]: (\S.*)$"
+)
 """The headline of a report of rallypoint's own."""
 
 FOLDER = re.compile(
@@ -79,13 +81,13 @@ def exit_of(code: int) -> End:
 
 
 _LINES: tuple[KnownLine, ...] = (
+    line("]: ", REPORTED, Sign.REPORTED),
     *launchers.LINES,
     *slurm_words.LINES,
     *mpi_words.LINES,
     *services.LINES,
     *python.LINES,
     *torch.LINES,
-    line("]: ", REPORTED, Sign.REPORTED),
     *(line(word, words, Sign.NOT_STARTED) for word, words, *_ in refused_starts.REFUSALS),
     *shells.LINES,
 )

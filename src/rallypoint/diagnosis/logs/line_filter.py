@@ -43,7 +43,7 @@ _WORTH = re.compile(
     rb"|s(?:sert|tuck: |mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9]"
     rb"|recognized opt|valid opt|known opt)|T(?:raceback)|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
-    rb"|o(?:om|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
+    rb"|o(?:om|gs   /|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
     rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
     rb"|\xc9(?:rror)|\x00"
 )
