@@ -267,3 +267,33 @@ while True:
     left.await_line("saves")
     status, said = nodes.start(program).end()
     assert (status, "job-complete" in said) == (75, True), said
+
+
+def test_a_lost_node_of_the_leads_own_machine_is_not_taken_for_a_host_that_is_off(
+    nodes: Nodes,
+) -> None:
+    """The lead looks at the node's host, which is its own here, and must not find itself there: its
+    store would wait for a client's first words, longer than the report waits for the look.
+    """
+    program = """
+import os, socket
+end = socket.socket(socket.AF_UNIX)
+if os.environ["RANK"] == "1":
+    end.bind("peer")
+    end.listen()
+    print("rank 1 is up", flush=True)
+    end.accept()[0].recv(1)
+while end.connect_ex("peer"):
+    pass
+print("rank 0 is up", flush=True)
+end.recv(1)
+raise RuntimeError("Connection closed. This is typically caused by a remote worker crashing.")
+"""
+    agents = nodes.start(program), nodes.start(program)
+    for agent in agents:
+        agent.await_line(r"rank \d is up")
+    lead, other = sorted(agents, key=lambda agent: "rank 1" in agent.said)
+    os.kill(other.pid, signal.SIGKILL)
+    status, said = lead.end()
+    assert status == 75
+    assert "the host is up, its launcher is gone" in " ".join(said.split())

@@ -24,6 +24,7 @@ from rallypoint.errors import RallypointError
 from rallypoint.host import ports, threads
 from rallypoint.host.ports import HeldPort
 from rallypoint.host.probe import Looking, set_for_signs_of_life
+from rallypoint.host.socket_addresses import is_own, numeric
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint, joining, lead, messages
 from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll, TellNodes
@@ -322,7 +323,9 @@ class LeadRunner:
             at - since,
             address=address,
         )
-        look = Looking(address, self.place[1], b"", LOOK_TIMEOUT) if address else None
+        # on this machine the lead itself listens there
+        port = 0 if is_own(numeric(address, 0)) else self.place[1]
+        look = Looking(address, port, b"", LOOK_TIMEOUT) if address else None
         self._losses[node] = loss, look
         self._inbox.put(lead.Lost(node, "no sign of life came from its launcher"))
 
