@@ -313,6 +313,18 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
     assert report.help[0].command == f"rallypoint show {folder}"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Cannot access accelerator device when none is available.",  # model.to(local_rank)
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+        "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
+    ],
+)
+def test_a_device_that_torch_does_not_have(words: str) -> None:
+    assert _told(f"RuntimeError: {words}\n")[0].code == "device-missing"
+
+
 def test_the_report_that_both_launchers_of_a_job_show_is_one() -> None:
     text = (
         "error[rank-raised]: rank 3 on node 1 (vm) raised ValueError: x\n\n  logs   vm:/r/node1\n"

@@ -3797,6 +3797,12 @@ def test_a_store_that_too_few_have_joined_has_the_right_size() -> None:
         ("RuntimeError", "Application timeout caused pair closure", "", True),
         ("RuntimeError", "Socket Timeout", "", True),
         (
+            "RuntimeError",
+            "eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
+            "",
+            True,
+        ),
+        (
             "torch.distributed.DistBackendError",
             "ncclRemoteError: A call failed possibly due to a remote process exiting",
             "",

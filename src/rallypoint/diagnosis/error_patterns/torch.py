@@ -58,6 +58,7 @@ CAUSES = {
         r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
         r"|Found no NVIDIA driver|no attribute '_cuda_"
         r"|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
+        r"|Cannot access accelerator device when none is|Attempting to deserialize object on "
         r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs"
         r"|^Invalid device id$"  # torch.nn.DataParallel
         r"|You requested gpus?: \[[\d, ]*\](?:\s|\\n)+But your machine only has: "  # Lightning
@@ -157,7 +158,7 @@ OWN_KEY = re.compile(
 LOST = re.compile(
     r"Did the remote server shutdown or crash|server has shut down too early"
     r"|Failed to recv, got 0 bytes|recvValue failed|recvVector failed|sendBytes failed"
-    r"|(^|Error: )Socket Timeout|Stop_waiting response is expected"
+    r"|(^|Error: )(Socket Timeout|eof \(this error originated at tensorpipe)|Stop_waiting response is expected"
     r"|reached monitoredBarrier, but received errors",
     re.IGNORECASE,
 )
