@@ -60,6 +60,21 @@ def test_a_stack_in_one_line_names_the_programs_line_and_the_call_it_is_in() -> 
     assert stacks.place(()) == ""
 
 
+def test_a_call_of_torchs_that_the_launcher_wraps_is_torchs() -> None:
+    """As in a process of mp.spawn, whose traceback comes as a text with all frames."""
+    ours = os.path.dirname(os.path.dirname(stacks.__file__))
+    torch = "/venv/lib/python3.11/site-packages/torch/distributed"
+    frames = (
+        Frame("/home/ada/main.py", 36, "main_worker"),
+        Frame(f"{ours}/launcher/worker/function_hooks.py", 23, "wrapper"),
+        Frame(f"{ours}/launcher/worker/torch_hooks.py", 124, "_init_process_group"),
+        Frame(f"{torch}/c10d_logger.py", 83, "wrapper"),
+        Frame(f"{torch}/distributed_c10d.py", 1892, "init_process_group"),
+    )
+    expected = "/home/ada/main.py:36 in main_worker (torch init_process_group)"
+    assert stacks.place(frames) == expected
+
+
 def test_a_function_that_was_typed_behind_c_is_a_place() -> None:
     """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`, and
     dataclasses write functions there, too.

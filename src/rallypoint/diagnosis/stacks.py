@@ -204,7 +204,11 @@ def own_frame(frames: tuple[Frame, ...]) -> Frame | None:
 
 def _below(frames: tuple[Frame, ...]) -> list[Frame]:
     """Return the frames of the call that the program's innermost line is in, outermost first."""
-    return [one for one in frames[own_index(frames) + 1 :] if one.function not in WRAPPERS]
+    return [
+        one
+        for one in frames[own_index(frames) + 1 :]
+        if one.function not in WRAPPERS and not _OURS.search(one.file)
+    ]
 
 
 def root_of(program: str, frames: Iterable[Frame]) -> str:
