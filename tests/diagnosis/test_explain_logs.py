@@ -235,6 +235,16 @@ def test_gloo_names_the_rank_that_never_came_by_the_key_of_its_address() -> None
     assert _told(others)[0].code != "ranks-missing"
 
 
+def test_another_process_without_a_rank_has_no_number_below_zero() -> None:
+    """torchrun writes no ranks in front of what is raised before a process group is there."""
+    waiting = "".join(
+        f'Traceback (most recent call last):\n  File "e.py", line {i}, in <module>\n    s.get("{key}")\n'
+        f"torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /{key}\n"
+        for i, key in enumerate(("done", "data"))
+    )
+    assert _told(waiting)[0].evidence == ("another: wait timeout after 6000ms, keys: /data",)
+
+
 def test_a_key_of_the_programs_that_nobody_set_is_named() -> None:
     waiting = "".join(
         f'[rank{i}]: Traceback (most recent call last):\n[rank{i}]:   File "e.py", line 23, in <module>\n[rank{i}]:     s.get("data")\n'

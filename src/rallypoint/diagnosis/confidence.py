@@ -262,12 +262,13 @@ def placed(report: Report, findings: Findings) -> Report:
     """Return the report as likely where the log speaks of another failure before it, in words that
     are not known here. One of rallypoint's own has seen the job itself.
     """
-    own = Sign.REPORTED in {s.sign for s in findings.sightings}
-    if own or report.confidence != "certain" or not report.logs:
+    signs = {s.sign for s in findings.sightings}
+    if Sign.REPORTED in signs or report.confidence != "certain" or not report.logs:
         return report
     log, _, line = report.logs[0].rpartition(":")
-    spoken = [s for s in findings.sightings if s.sign is Sign.SPOKEN]
-    spoken = [s for s in spoken if not slurm_words.is_stop(s.text)]
+    spoken = [
+        s for s in findings.sightings if s.sign is Sign.SPOKEN and not slurm_words.is_stop(s.text)
+    ]
     before = of_place(report.code, Place(log, int(line)), spoken)
     if before is None:
         return report

@@ -471,7 +471,7 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     them.
     """
     # two launchers of one job show the same report
-    own = {(s.text, s.lines): s for s in log.sightings if s.sign is Sign.REPORTED}
+    own = {s.text: s for s in log.sightings if s.sign is Sign.REPORTED}
     if own:
         return tuple(map(stops.reported, [*own.values()][:MOST_REPORTS]))
     strong = [verdict for verdict in verdicts if verdict.kind in STRONG]

@@ -75,12 +75,16 @@ def _words_of_others(case: Case, error: Raised) -> list[str]:
     """
     told: dict[str, list[int]] = {}
     for rank in case.ranks:
-        own = rank.raised if rank is not case.first else None
+        own = rank.raised if told else error
         if own is not None and own.type == error.type:
             said = re.sub("0x[0-9a-f]+", "0x", first_line(own.message))
             told.setdefault(said, []).append(rank.rank)
-    told.pop(re.sub("0x[0-9a-f]+", "0x", first_line(error.message)), None)
-    return [f"{ranks_phrase(ranks)}: {words}" for words, ranks in told.items() if words]
+    _, *others = told.items()
+    return [
+        f"{'another' if ranks[0] < 0 else ranks_phrase(ranks)}: {words}"
+        for words, ranks in others
+        if words
+    ]
 
 
 def _no_input(case: Case, error: Raised) -> Report:
