@@ -114,11 +114,11 @@ LINES = (
         rf"SignalException: Process \d+ got signal: {_SIGNAL}",
         Sign.INTERRUPTED,
     ),
-    line(
-        "received signal=",
-        r"\[shutdown\] .{1,60} received signal=(?P<name>SIG\w+)",
+    line(  # vLLM; DeepSpeed and torch before 1.9, which say another thing where a rank failed
+        "received ",
+        r"(?:\[shutdown\] .{1,60} received signal=|\bMain process received )(?P<name>SIG\w+)",
         Sign.INTERRUPTED,
-    ),  # vLLM
+    ),
     line("can't open file", r"can't open file '.{1,400}': \[Errno 2\]", Sign.NOT_STARTED),
     line("No module", r"^\S*python[\d.]*: No module named \S+$", Sign.NOT_STARTED),
     line(

@@ -17,7 +17,7 @@ CAUSES = {
     "nccl-failed": re.compile(
         r"NCCL [Ee]rror|\bnccl(SystemError|InternalError|UnhandledCudaError|InvalidUsage"
         r"|InvalidArgument|RemoteError)\b"
-        r"|\bNCCL failure [\w./]+:\d+ '"  # nccl-tests
+        r"|\bNCCL failure [\w./-]+:\d+ '"  # nccl-tests, rccl-tests
     ),
     "calls-mismatched": re.compile(
         r"Mismatched collective detected(?:.{0,300}?at and around rank (?P<rank>\d+))?"

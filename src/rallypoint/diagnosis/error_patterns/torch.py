@@ -83,6 +83,7 @@ CAUSES = {
     ),
     "gpu-not-built-for": re.compile(
         r"no kernel image is available for execution|hipErrorNoBinaryForGpu"
+        r"|\bdevice kernel image is invalid"
         r"|(CUDA|HIP) error: invalid device function"
     ),
     "parameters-unused": re.compile(r"Expected to have finished reduction in the prior iteration"),

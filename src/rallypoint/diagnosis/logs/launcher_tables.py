@@ -49,7 +49,7 @@ class Summary(Block):
     """The table of failures that torchrun prints: one paragraph for each rank that failed."""
 
     _NEXT = re.compile(r"^ *\[\d+\]:$")
-    _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
+    _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback|msg) *: ?(.*)$")
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(number)
@@ -62,9 +62,8 @@ class Summary(Block):
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        if re.match(r"^ *rank +: \d+ \(local_rank: \d+\)$", text):
-            return True
-        return text == "Failures:" or "Root Cause (first observed failure)" in text
+        words = r"^ *rank *: \d+ \(local_rank: \d+\)$|^(?:Failures|Root Cause):$"  # torch 1.9
+        return bool(re.match(words, text)) or "Root Cause (first observed failure)" in text
 
     def take(self, number: int, text: str) -> bool:
         """Tell whether the line belongs to it."""

@@ -72,9 +72,10 @@ _SPEAKERS = (
     (
         "{} pid {}",
         re.compile(
-            r"\(([A-Za-z_]\w{0,60})(?:, rank=\d{1,5})?,? pid=(\d{1,9})(?:, ip=[\d.]{1,40})?\) ?"
+            # SkyPilot has the number of the node; Ray has no name for a process without an actor
+            r"\(([A-Za-z_]\w{0,60}(?=[ ,])|)(?:, rank=\d{1,5})?,? ?pid=(\d{1,9})(?:, ip=[\d.]{1,40})?\) ?"
         ),
-    ),  # Ray, vLLM, SkyPilot with the number of the node
+    ),  # Ray, vLLM
 )
 """Names that prefixes give, and the forms of these prefixes."""
 
@@ -102,7 +103,7 @@ def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
         if (found := forms.match(text)) is not None:
             words = [word for word in found.groups() if word is not None]
             rank = int(words[0]) if name == "rank {}" else -1
-            return found, Speaker(rank, name.format(*words) if rank < 0 else f"rank {rank}")
+            return found, Speaker(rank, name.format(*words).strip() if rank < 0 else f"rank {rank}")
     return None
 
 

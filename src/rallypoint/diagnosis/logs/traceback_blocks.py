@@ -51,7 +51,10 @@ _CLOSING = re.compile(
     r"Process group cannot be None|Default process group (?:has not been|is not) initialized"
 )
 
-_SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
+_SPAWNED = re.compile(
+    r"^(?:-- Process (?=\d+ terminated with the following error:)"
+    r"|Process process (?=\d+:$))(\d+)"  # torch's own tests
+)
 
 # torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them
 # raise: "ranks:dict_keys([0, 3])", and below it the traceback of each.
@@ -60,7 +63,9 @@ _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
 
 
 def spawned(text: str) -> int:
-    """Read the rank of the traceback that mp.spawn shows below a line; -1 for other lines."""
+    """Read the rank of the traceback that a line of mp.spawn's, or of a process named after its
+    rank, stands above; -1 for other lines.
+    """
     found = _SPAWNED.match(text)
     return int(found[1]) if found is not None else -1
 
