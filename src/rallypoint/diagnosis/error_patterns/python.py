@@ -97,8 +97,11 @@ SIGNALS = {
     "User defined signal 1": 10, "Segmentation fault": 11, "User defined signal 2": 12,
     "Broken pipe": 13, "Alarm clock": 14, "Terminated": 15, "CPU time limit exceeded": 24,
     "File size limit exceeded": 25, "Bad system call": 31,
+    "Abort": 6, "Illegal hardware instruction": 4, "Trace trap": 5,
 }  # fmt: skip
-"""strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended."""
+"""strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended, and
+the last ones zsh's.
+"""
 
 LINES = (
     line(

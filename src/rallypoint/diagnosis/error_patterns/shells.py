@@ -53,16 +53,29 @@ _NOT_RUN = (
 program that did not start.
 """
 
+_ENDED = rf"(?P<name>{NAMES}|Abort(?= trap: ))(?: trap)?(?:: \d+)?"
+
 LINES = (
     *(line(word, words, Sign.NOT_STARTED) for word, words in _NOT_RUN),
     # A script's shell names the process; one that a person types in pads the name to 24 columns
-    # before the command, or has it alone.
+    # before the command, or has it alone. macOS has the number of the signal behind it.
     line(
         "line ",
-        rf"^\s{{0,8}}\S+: line \d+: +(?P<pid>\d+) (?P<name>{NAMES})(?: \(core dumped\))?(?: +\S.*)?$",
+        rf"^\s{{0,8}}\S+: line \d+: +(?P<pid>\d+) {_ENDED}(?: \(core dumped\))?(?: +\S.*)?$",
         by="the shell",
     ),
-    line("", rf"^(?P<name>{NAMES})(?: \(core dumped\)| *(?<=^.{{24}})\S.*)?$", by="the shell"),
+    line(
+        "",
+        rf"^(?:\[\d+\][+-]? {{1,3}})?{_ENDED}(?: \(core dumped\)| *(?:(?<=^.{{24}})|(?<=^\[.{{29}}))\S.*)?$",
+        by="the shell",
+    ),
+    line(
+        "",
+        r"^(?:zsh: |\[\d+\] +[+-]? +(?P<pid>\d+) |fish: .{1,400} terminated by signal )"
+        r"(?P<name>killed|segmentation fault|bus error|abort|illegal hardware instruction|floating point exception"
+        r"|trace trap|terminated|SIG\w+)(?: \([\w ]+\))?(?: {2,}\S.*)?$",
+        by="the shell",
+    ),
 )
 
 
