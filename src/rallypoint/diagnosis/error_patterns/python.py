@@ -122,10 +122,11 @@ LINES = (
         )
         for word in ("(): ", "corrupt", "stack smashing")
     ),
-    line(  # macOS, in a process that was forked
-        "Crashing instead",
-        r"^\s{0,8}objc\[(?P<pid>\d+)\]: .{1,400}\bCrashing instead\b",
-        by="the runtime of Objective-C",
+    line(  # macOS: in a process that was forked; of Metal; of Objective-C
+        "",
+        r"^\s{0,8}objc\[(?P<pid>\d+)\]: .{1,400}\bCrashing instead\b|:\d+: failed assertion `"
+        r"|\*\*\* Terminating app due to uncaught exception '",
+        by="Apple's libraries",
         first=True,
         signal=int(signal.SIGABRT),
     ),

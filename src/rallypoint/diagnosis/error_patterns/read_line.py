@@ -131,7 +131,10 @@ def _told(known: KnownLine, facts: dict[str, str | None]) -> Told:
     elif number := facts.get("signal"):
         end = End(signal=int(number))
     elif name := facts.get("name"):
-        end = End(signal=python.SIGNALS.get(name.capitalize()) or int(getattr(signal, name, signal.SIGKILL)))
+        end = End(
+            signal=python.SIGNALS.get(name.capitalize())
+            or int(getattr(signal, name, signal.SIGKILL))
+        )
     rank = int(facts.get("rank") or (ranks[0] if len(ranks) == 1 else -1))
     end = msgspec.structs.replace(
         end,

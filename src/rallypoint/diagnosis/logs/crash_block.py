@@ -9,7 +9,10 @@ from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Sign
 from rallypoint.diagnosis.logs.block import ANOTHERS, HEADER, KEPT, MESSAGE_LINES, Block, native
 
-_WHAT = re.compile(r"^ *what\(\): *(.*)$")
+# LLVM's library has the message in the line that names the type.
+_WHAT = re.compile(
+    r"^ *(?:what\(\):|libc\+\+abi(?:\.dylib)?: terminating .{1,30} exception of type \S+:) *(.*)$"
+)
 
 # glog's and absl's last words, and TensorFlow's
 _CHECK = re.compile(
@@ -18,6 +21,7 @@ _CHECK = re.compile(
 
 _CHECKS_TRACE = re.compile(r"^\*\*\* Check failure|^ +@ ")
 _DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
+_CALLED = ("terminate called", "libc++abi")
 
 
 class Crash(Block):
@@ -28,7 +32,7 @@ class Crash(Block):
     def __init__(self, number: int, text: str) -> None:
         super().__init__(number)
         self.lines = [text]
-        self._what: list[str] = []
+        self._what: list[str] = _WHAT.findall(text)
         self._dump = "Fatal Python error" in text
         self._check = _CHECK.match(text)
         if self._check is not None:
@@ -38,7 +42,7 @@ class Crash(Block):
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        told = "Fatal Python error: " in text or text.lstrip().startswith("terminate called")
+        told = "Fatal Python error: " in text or text.lstrip().startswith(_CALLED)
         return told or ("Check failed: " in text and _CHECK.match(text) is not None)
 
     def take(self, number: int, text: str) -> bool:
@@ -63,7 +67,7 @@ class Crash(Block):
 
     def _torn(self, text: str) -> bool:
         """Tell whether the line is a piece of the first one, which several ranks wrote at once."""
-        piece = text.endswith("'") or text.startswith("terminate called")
+        piece = text.endswith("'") or text.startswith(_CALLED)
         return piece and not (self._dump or self._what) and len(self.lines) < MESSAGE_LINES
 
     def _goes_on(self, text: str) -> bool:
@@ -78,6 +82,9 @@ class Crash(Block):
         """Return the exception of C++; None for a dump."""
         if not self._what:
             return None
-        kind = re.search(r"instance of '([^']+)'", self.lines[0])
+        kind = re.search(
+            r"(?:instance of '|exception of type )([^':]{1,200}(?:::[^':]{1,200}){0,9})",
+            self.lines[0],
+        )
         words = "\n".join(self._what)
         return Raised(kind[1] if kind else "", words, (), "\n".join(self.lines))

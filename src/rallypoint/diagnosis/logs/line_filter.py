@@ -36,8 +36,9 @@ SHAPE_BYTES = 400  # of a line without its digits; longer lines are read each ti
 # "Error|error|Exception|exception|..." does 20. One branch for each first letter, and no new letter
 # without need: each costs a tenth of the speed.
 _WORTH = re.compile(
-    rb"r(?:r(?:or|no|Image)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|ult(?<=tation fault)|p(?<=ce trap)|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
-    rb"|i(?:lled|gnal|nstruction(?<=(?:al|re) instruction)|med out|ed(?<=\bdied)|cted(?<=Evicted)|nvalid (?:pointer|size|next))"
+    rb"r(?:r(?:or|no|Image)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to)"
+    rb"|ult(?<=tation fault)|p(?<=ce trap))|i(?:lled|gnal|nst(?<=(?:al|re) inst)|med out|ed(?<=\bdied)|cted(?<=Evicted)"
+    rb"|nvalid (?:pointer|size|next))"
     rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly|tected an attempt|PullBackOff)"
     rb"|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
     rb"|s(?:sert|tuck: |mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9]"
