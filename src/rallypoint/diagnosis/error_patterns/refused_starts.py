@@ -48,6 +48,16 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         Help("name the nodes and their slots, or allow more", "mpirun --map-by :OVERSUBSCRIBE ..."),
     ),
     (
+        "unable to ",
+        # Open MPI; MPICH
+        r"\b(?P<reason>(?<=A process or daemon was )unable to complete a TCP connection\b"
+        r"|(?<=\): )unable to (?:get host address for \S+|connect to server \S+ at port \d+))",
+        "mpirun's process on a node was {reason}",
+        Help(
+            "see whether it reaches this one", "ssh NODE ping -c 1 $(hostname)  # where mpirun runs"
+        ),
+    ),
+    (
         "run as root",
         r"^(?P<by>\w+) has detected an attempt to run as (?P<reason>root)\.",
         "{by} did not start the job: it does not run as {reason}",

@@ -21,7 +21,6 @@ _CHECK = re.compile(
 
 _CHECKS_TRACE = re.compile(r"^\*\*\* Check failure|^ +@ ")
 _DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
-_CALLED = ("terminate called", "libc++abi")
 
 
 class Crash(Block):
@@ -32,7 +31,7 @@ class Crash(Block):
     def __init__(self, number: int, text: str) -> None:
         super().__init__(number)
         self.lines = [text]
-        self._what: list[str] = _WHAT.findall(text)
+        self._what = _WHAT.findall(text)
         self._dump = "Fatal Python error" in text
         self._check = _CHECK.match(text)
         if self._check is not None:
@@ -42,7 +41,9 @@ class Crash(Block):
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        told = "Fatal Python error: " in text or text.lstrip().startswith(_CALLED)
+        told = "Fatal Python error: " in text or text.lstrip().startswith(
+            ("terminate called", "libc++abi")
+        )
         return told or ("Check failed: " in text and _CHECK.match(text) is not None)
 
     def take(self, number: int, text: str) -> bool:
@@ -67,7 +68,7 @@ class Crash(Block):
 
     def _torn(self, text: str) -> bool:
         """Tell whether the line is a piece of the first one, which several ranks wrote at once."""
-        piece = text.endswith("'") or text.startswith(_CALLED)
+        piece = text.endswith("'") or text.startswith("terminate called")
         return piece and not (self._dump or self._what) and len(self.lines) < MESSAGE_LINES
 
     def _goes_on(self, text: str) -> bool:

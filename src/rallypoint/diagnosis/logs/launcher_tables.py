@@ -62,8 +62,13 @@ class Summary(Block):
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        words = r"^ *rank *: \d+ \(local_rank: \d+\)$|^(?:Failures|Root Cause):$"  # torch 1.9
-        return bool(re.match(words, text)) or "Root Cause (first observed failure)" in text
+        return bool(
+            re.search(  # torch 1.9 has other spaces, and "Root Cause:"
+                r"^ *rank *: \d+ \(local_rank: \d+\)$|^(?:Failures|Root Cause):$"
+                r"|Root Cause \(first observed failure\)",
+                text,
+            )
+        )
 
     def take(self, number: int, text: str) -> bool:
         """Tell whether the line belongs to it."""
