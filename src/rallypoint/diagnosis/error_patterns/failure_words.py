@@ -33,7 +33,7 @@ _FAILURE = re.compile(
     r"|\b[Ll]ost (?:communication|connection|contact) (?:with|to)\b|\bwill (?:terminate the job|now abort)\b"
     r"|\bThere are not enough slots\b"
     r"|non-zero (?:exit|status)|\bSIG(?:SEGV|ABRT|BUS|ILL|FPE|KILL)\b|\b(?:Reason|Status|reason|status): +(?:Error|Failed|OOMKilled)\b"
-    r"|退出代码 ?-?[1-9]"
+    r"|退出代码 ?-?[1-9]|\bSystemExit: [1-9]|\bdoes not know how to route\b"
 )
 
 _QUIET_LEVELS = re.compile(

@@ -73,7 +73,8 @@ LINES = (
         "",
         r"^(?:zsh: |\[\d+\] +[+-]? +(?P<pid>\d+) |fish: .{1,400} terminated by signal )"
         r"(?P<name>killed|segmentation fault|bus error|abort|illegal hardware instruction|floating point exception"
-        r"|trace trap|terminated|SIG\w+)(?: \([\w ]+\))?(?: {2,}\S.*)?$",
+        r"|trace trap|terminated|SIG\w+)(?: \([\w ]+\))?(?: {2,}\S.*)?$"
+        r"|^\[\d+\] *[+-]? +(?:Exit|exit) (?P<code>[1-9]\d{0,2}) {2,}\S.*$",
         by="the shell",
     ),
 )

@@ -64,8 +64,7 @@ class Summary(Block):
         """Tell whether the line is the first of one."""
         return bool(
             re.search(  # torch 1.9 has other spaces, and "Root Cause:"
-                r"^ *rank *: \d+ \(local_rank: \d+\)$|^(?:Failures|Root Cause):$"
-                r"|Root Cause \(first observed failure\)",
+                r"^ *rank *: \d+ \(local_rank: \d+\)$|^(?:Failures|Root Cause):$|Root Cause \(first observed",
                 text,
             )
         )

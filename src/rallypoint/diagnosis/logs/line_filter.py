@@ -40,7 +40,7 @@ _WORTH = re.compile(
     rb"|ult(?<=tation fault)|p(?<=ce trap))|i(?:lled|gnal|nst(?<=(?:al|re) inst)|med out|ed(?<=\bdied)|cted(?<=Evicted)"
     rb"|nvalid (?:pointer|size|next))"
     rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly|tected an attempt|PullBackOff)"
-    rb"|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it ?[Cc]ode)"
+    rb"|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it (?=[1-9] )|it ?[Cc]ode)"
     rb"|s(?:sert|tuck: |mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9]"
     rb"|recognized opt|valid opt|known opt)|T(?:raceback)|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
