@@ -39,6 +39,7 @@ HALVES = (
     "fourteenth",
     "fifteenth",
     "sixteenth",
+    "seventeenth",
     "developed",
 )
 
