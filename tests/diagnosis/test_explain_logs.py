@@ -1464,6 +1464,57 @@ def test_a_job_that_ran_did_not_fail_for_what_its_script_did_not_start(log: str,
 
 
 @pytest.mark.parametrize(
+    ("line", "headline"),
+    [
+        ("Segmentation fault", "crashed with SIGSEGV"),
+        ("zsh: killed     python train.py", "was killed by SIGKILL"),
+        ("zsh: segmentation fault (core dumped)  python train.py", "crashed with SIGSEGV"),
+        ("zsh: illegal hardware instruction  python train.py", "crashed with SIGILL"),
+        ("zsh: trace trap  python train.py", "crashed with SIGTRAP"),
+        ("zsh: abort      python train.py", "crashed with SIGABRT"),
+        ("[1]  + 27943 segmentation fault (core dumped)  python train.py", "crashed with SIGSEGV"),
+        ("[1]  + 27943 exit 3     python train.py", "exited with code 3"),
+        ("[1]+  Killed                  nohup python train.py", "was killed by SIGKILL"),
+        ("[1]+  Segmentation fault      (core dumped) python train.py", "crashed with SIGSEGV"),
+        ("[1]+  Exit 3                  python train.py", "exited with code 3"),
+        ("fish: Job 1, 'python train.py' terminated by signal SIGKILL (Forced quit)", "was killed by SIGKILL"),
+        # macOS
+        ("Bus error: 10", "crashed with SIGBUS"),
+        ("run.sh: line 3: 12345 Killed: 9               python train.py", "was killed by SIGKILL"),
+        ("run.sh: line 3: 12345 Abort trap: 6           python train.py", "crashed with SIGABRT"),
+    ],
+)  # fmt: skip
+def test_the_word_of_any_shell_for_the_end_is_read_wherever_it_stands(
+    line: str, headline: str
+) -> None:
+    """Only bash's words on Linux were known, and some of them in the first 40 lines alone."""
+    (report,) = _told("loss 0.1\n" * 60 + line + "\n")
+    assert report.headline == f"the program {headline}"
+
+
+def test_another_job_of_a_shell_that_ended_is_no_certain_cause() -> None:
+    line = "[1]+  Exit 1                  tensorboard --logdir runs\n"
+    (report,) = _told(line + "".join(f"step {number}: loss 0.1\n" for number in range(60)))
+    assert report.confidence == "likely"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]+  Done                    python train.py",
+        "[1]  + 27943 done       python train.py",
+        "[1] 27943",
+        "[1]+  Running                 nohup python train.py &",
+        "SystemExit: 0",
+    ],
+)
+def test_a_job_of_a_shell_that_ended_well_did_not_fail(line: str) -> None:
+    (report,) = _told("loss 0.1\n" + line + "\n")
+    assert report.code == "cause-unknown"
+    assert "nothing in these 2 lines says that something failed" in report.headline
+
+
+@pytest.mark.parametrize(
     "log",
     [
         SHELL + "srun: error: node1: task 0: Exited with exit code 126\n",

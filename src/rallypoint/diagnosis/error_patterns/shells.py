@@ -69,12 +69,13 @@ LINES = (
         rf"^(?:\[\d+\][+-]? {{1,3}})?{_ENDED}(?: \(core dumped\)| *(?:(?<=^.{{24}})|(?<=^\[.{{29}}))\S.*)?$",
         by="the shell",
     ),
+    # zsh and fish; jobs in the background may be others than this one
     line(
         "",
-        r"^(?:zsh: |\[\d+\] +[+-]? +(?P<pid>\d+) |fish: .{1,400} terminated by signal )"
+        r"^(?:zsh: |\[\d+\] +[+-]? +\d+ |fish: .{1,400} terminated by signal )"
         r"(?P<name>killed|segmentation fault|bus error|abort|illegal hardware instruction|floating point exception"
         r"|trace trap|terminated|SIG\w+)(?: \([\w ]+\))?(?: {2,}\S.*)?$"
-        r"|^\[\d+\] *[+-]? +(?:Exit|exit) (?P<code>[1-9]\d{0,2}) {2,}\S.*$",
+        r"|^\[\d+\] *[+-]? +(?:\d+ exit|Exit) (?P<code>[1-9]\d{0,2}) {2,}\S.*$",
         by="the shell",
     ),
 )
