@@ -44,52 +44,48 @@ def ended(process: Process, code: str, status: int = 2) -> None:
 # --- the world
 
 
-def test_four_nodes_are_one_world(four: Jobs) -> None:
-    ranks = well(four.start_all(ranks=2))
-    assert {one["WORLD_SIZE"] for one in ranks} == {"8"}
-    assert [one["LOCAL_RANK"] for one in ranks] == ["0", "1"] * 4
-    assert [one["GROUP_RANK"] for one in ranks] == ["0", "0", "1", "1", "2", "2", "3", "3"]
-    assert {one["GROUP_WORLD_SIZE"] for one in ranks} == {"4"}
-    assert {one["MASTER_ADDR"] for one in ranks[2:]} == {four.cluster[0].address}
+def test_nodes_of_different_numbers_of_ranks_are_one_world(four: Jobs) -> None:
+    nodes = zip(four.cluster.nodes, (1, 3, 2), strict=False)
+    ranks = well(
+        [
+            four.start(node, TELL, "--node-rank", str(node.number), nnodes=3, ranks=count)
+            for node, count in nodes
+        ]
+    )
+    assert {one["WORLD_SIZE"] for one in ranks} == {"6"}
+    assert [one["LOCAL_RANK"] for one in ranks] == ["0", "0", "1", "2", "0", "1"]
+    assert [one["LOCAL_WORLD_SIZE"] for one in ranks] == ["1", "3", "3", "3", "2", "2"]
+    assert [one["GROUP_RANK"] for one in ranks] == ["0", "1", "1", "1", "2", "2"]
+    assert {one["GROUP_WORLD_SIZE"] for one in ranks} == {"3"}
+    assert {one["MASTER_ADDR"] for one in ranks[1:]} == {four.cluster[0].address}
     assert len({one["MASTER_PORT"] for one in ranks}) == 1
     assert len({one["TORCHELASTIC_RUN_ID"] for one in ranks}) == 1
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {"eth0"}
 
 
-def test_static_command_lines_of_torchrun(four: Jobs) -> None:
+def test_static_command_lines_of_torchrun(two: Jobs) -> None:
     started = []
-    for node in reversed(four.cluster.nodes[:3]):
-        where = ["--node-rank", str(node.number), "--master-addr", four.cluster[0].address]
-        started.append(four.start(node, nnodes=3, where=[*where, "--master-port", "29500"]))
+    for node in reversed(two.cluster.nodes):
+        where = ["--node-rank", str(node.number), "--master-addr", two.cluster[0].address]
+        started.append(two.start(node, where=[*where, "--master-port", "29500"]))
     ranks = well(started)
-    assert [one["GROUP_RANK"] for one in ranks] == ["0", "1", "2"]
+    assert [one["GROUP_RANK"] for one in ranks] == ["0", "1"]
     assert {one["MASTER_PORT"] for one in ranks} == {"29500"}
     for number, one in enumerate(reversed(started)):
         assert told([one])[0]["RANK"] == str(number)
 
 
-def test_nodes_may_have_different_numbers_of_ranks(two: Jobs) -> None:
-    ranks = well([two.start(two.cluster[0], ranks=1), two.start(two.cluster[1], ranks=3)])
-    assert [one["LOCAL_WORLD_SIZE"] for one in ranks] == ["1", "3", "3", "3"]
-    assert {one["WORLD_SIZE"] for one in ranks} == {"4"}
-
-
-def test_node_0_comes_last(two: Jobs) -> None:
-    first = two.start(two.cluster[1])
-    with pytest.raises(TimeoutError):
-        first.wait(2.0)
-    well([first, two.start(two.cluster[0])])
-
-
-def test_the_name_of_node_0_is_known_late(two: Jobs) -> None:
+def test_the_name_of_node_0_is_known_late_and_it_comes_last(two: Jobs) -> None:
     known = two.cluster.hosts()
     two.cluster[1].forget_names()
-    started = two.start_all()
+    first = two.start(two.cluster[1], TELL, "--node-rank", "1")
     with pytest.raises(TimeoutError):
-        started[1].wait(2.0)
-    assert started[1].output() == ""
+        first.wait(2.0)  # nobody has the name
+    assert first.output() == ""
     two.cluster[1].set_hosts(known)
-    well(started)
+    with pytest.raises(TimeoutError):
+        first.wait(2.0)  # nobody listens there
+    well([first, two.start(two.cluster[0], TELL, "--node-rank", "0")])
 
 
 _ANSWERS_LATE = """
@@ -126,8 +122,6 @@ def test_nodes_of_ipv6_alone(make_cluster: MakeCluster, tmp_path: Path) -> None:
     jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)
     ranks = well(jobs.start_all())
     assert ranks[1]["MASTER_ADDR"] == jobs.cluster[0].address
-    # node 0 listened on IPv4 alone here
-    well(jobs.start_all(where=["--rdzv-endpoint", f"file://{tmp_path}/meeting"]))
 
 
 def test_node_0_of_ipv6_alone_does_not_find_its_own_name(
@@ -141,21 +135,17 @@ def test_node_0_of_ipv6_alone_does_not_find_its_own_name(
 
 
 def test_a_folder_that_nodes_of_ipv6_alone_share(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """The lead listened at 0.0.0.0, and wrote addresses of IPv6 into the folder."""
+    """The lead listened at 0.0.0.0, on IPv4 alone, and wrote addresses of IPv6 into the folder."""
     jobs = Jobs(make_cluster(2, ipv6=True), tmp_path)
     well(jobs.start_all(where=["--rdzv-endpoint", f"file://{tmp_path}/meeting"]))
 
 
-def test_node_0_calls_itself_loopback(two: Jobs) -> None:
+def test_every_node_calls_itself_loopback(two: Jobs) -> None:
     """Its own name is 127.0.1.1 there, as Debian's installer writes it; elsewhere it is right."""
-    two.cluster[0].call_itself_loopback()
+    for node in two.cluster.nodes:
+        node.call_itself_loopback()
     ranks = well(two.start_all())
     assert ranks[1]["MASTER_ADDR"] == two.cluster[0].address
-
-
-def test_a_node_calls_itself_loopback(two: Jobs) -> None:
-    two.cluster[1].call_itself_loopback()
-    ranks = well(two.start_all())
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks} == {"eth0"}
 
 
@@ -169,11 +159,6 @@ def test_one_of_two_interfaces_is_dead(two: Jobs) -> None:
     assert ranks[1]["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_a_folder_that_all_nodes_share(two: Jobs, tmp_path: Path) -> None:
-    where = ["--rdzv-endpoint", f"file://{tmp_path}/meeting"]
-    well(two.start_all(where=where))
-
-
 def test_nodes_without_names(two: Jobs) -> None:
     for node in two.cluster.nodes:
         node.forget_names()
@@ -181,9 +166,12 @@ def test_nodes_without_names(two: Jobs) -> None:
     well(two.start_all(where=where))
 
 
-def test_a_home_that_all_nodes_share(make_cluster: MakeCluster, tmp_path: Path) -> None:
+def test_a_home_and_a_folder_that_all_nodes_share(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """They meet in the folder, and keep their records apart in the home."""
     jobs = Jobs(make_cluster(2, shared_home=True), tmp_path)
-    well(jobs.start_all())
+    well(jobs.start_all(where=["--rdzv-endpoint", f"file://{tmp_path}/meeting"]))
     runs = jobs.cluster[0].home / ".local" / "state" / "rallypoint" / "runs"
     found = {path.parent.resolve().name for path in runs.glob("*/*/events.jsonl")}
     assert found == {"node0", "node1"}
@@ -241,7 +229,14 @@ VERSIONS = {
 }
 
 
-def test_versions_that_differ_are_refused_by_name(two: Jobs) -> None:
+DIFFERENT: list[dict[str, Any]] = [
+    {"nnodes": 3},
+    {"program": TELL + "print()\n"},
+    {"arguments": ["--lr", "1"]},
+]
+
+
+def test_a_node_of_other_versions_or_of_another_job_is_refused_by_name(two: Jobs) -> None:
     lead = two.start(two.cluster[0])
     others = {}
     for name, line in VERSIONS.items():
@@ -253,18 +248,6 @@ def test_versions_that_differ_are_refused_by_name(two: Jobs) -> None:
     for name, one in others.items():
         ended(one, "node-skew")
         assert f"node1 has {name} " in one.output()
-    well([lead, two.start(two.cluster[1])])
-
-
-DIFFERENT: list[dict[str, Any]] = [
-    {"nnodes": 3},
-    {"program": TELL + "print()\n"},
-    {"arguments": ["--lr", "1"]},
-]
-
-
-def test_a_node_of_another_job_is_refused_by_name(two: Jobs) -> None:
-    lead = two.start(two.cluster[0])
     for other in [two.start(two.cluster[1], **how) for how in DIFFERENT]:
         ended(other, "node-skew")
         assert two.cluster[1].name in other.output()
@@ -320,27 +303,18 @@ def test_a_place_that_the_job_does_not_have(two: Jobs) -> None:
     assert len(codes(one)) == 1
 
 
-def test_a_node_too_many(four: Jobs) -> None:
-    two = four.cluster.nodes[:2]
-    started = [four.start(node, STAY, nnodes=2) for node in two]
-    for one in started:
-        one.wait_for("env ")
-    ended(four.start(four.cluster[2], STAY, nnodes=2), "job-complete")
-    started[1].send(signal.SIGINT)
-    for one in started:
-        assert one.wait() == 130
-
-
-def test_two_jobs_at_one_endpoint(four: Jobs) -> None:
-    """One runs; the other is refused by name."""
+def test_a_node_too_many_and_one_of_another_job(four: Jobs) -> None:
+    """Two run; the others are refused, one of them by the name of its job."""
     one = [four.start(node, STAY, "--rdzv-id", "one", nnodes=2) for node in four.cluster.nodes[:2]]
     for process in one:
         process.wait_for("env ")
-    two = four.start(four.cluster[2], STAY, "--rdzv-id", "two", nnodes=2)
+    three = four.start(four.cluster[2], STAY, "--rdzv-id", "one", nnodes=2)
+    two = four.start(four.cluster[3], STAY, "--rdzv-id", "two", nnodes=2)
+    ended(three, "job-complete")
     assert two.wait() != 0
     assert codes(two) == ["wrong-job"]
     assert "one" in two.output()
-    one[0].send(signal.SIGINT)
+    one[1].send(signal.SIGINT)
     for process in one:
         assert process.wait() == 130
 
@@ -374,12 +348,11 @@ def test_a_lead_that_does_not_come(two: Jobs) -> None:
 
 
 def test_an_endpoint_that_nobody_has(two: Jobs) -> None:
+    """Neither the node with this name nor another one leads there."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.77.0.99:{PORT}"]
-    patience = ["--rdzv-conf", "join_timeout=3"]
-    started = [two.start(node, TELL, *patience, where=where) for node in two.cluster.nodes]
-    for one in started:
-        ended(one, "join-timeout", 75)
-        assert "10.77.0.99" in one.output()
+    one = two.start(two.cluster[0], TELL, "--rdzv-conf", "join_timeout=3", where=where)
+    ended(one, "join-timeout", 75)
+    assert "10.77.0.99" in one.output()
 
 
 def test_node_0_has_too_few_ports(two: Jobs) -> None:
@@ -436,13 +409,6 @@ def test_another_service_at_the_endpoint(two: Jobs) -> None:
     service.kill()
 
 
-def test_a_roll_call_names_who_has_not_come(four: Jobs) -> None:
-    started = [four.start(node, nnodes=3) for node in four.cluster.nodes[:2]]
-    for one in started:
-        one.wait_for("2 of 3", timeout=20)
-    well([*started, four.start(four.cluster[2], nnodes=3)])
-
-
 def test_a_node_that_joined_and_died_is_replaced(four: Jobs) -> None:
     lead, lost = (four.start(node, nnodes=3) for node in four.cluster.nodes[:2])
     with pytest.raises(TimeoutError):
@@ -454,21 +420,23 @@ def test_a_node_that_joined_and_died_is_replaced(four: Jobs) -> None:
     well([lead, *rest])
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_launcher_that_stood_still_while_others_are_waited_for(four: Jobs, number: int) -> None:
-    """Ctrl-Z and `fg`: nothing has begun, so nothing is lost."""
+def test_launchers_that_stood_still_while_others_are_waited_for(four: Jobs) -> None:
+    """Ctrl-Z and `fg`: nothing has begun, so nothing is lost. A roll call names who has not come."""
     waiting = [four.start(four.cluster[one], nnodes=3) for one in (0, 1)]
     tables = [Path(f"/proc/{one.node.pid}/net/tcp") for one in waiting]
     there = re.compile(f":{PORT:04X} 01 ")  # a connection to the lead
     assert wait_until(lambda: all(there.search(one.read_text()) for one in tables), 30)
     with pytest.raises(TimeoutError):
         waiting[0].wait(1.0)  # both have come by then
-    waiting[number].send(signal.SIGTSTP)
-    with pytest.raises(TimeoutError):
-        waiting[number].wait(4.0)  # twice what the others wait for a sign of life
-    waiting[number].send(signal.SIGCONT)
-    with pytest.raises(TimeoutError):
-        waiting[number].wait(1.0)
+    for one in waiting:
+        one.send(signal.SIGTSTP)
+        with pytest.raises(TimeoutError):
+            one.wait(4.0)  # twice what the others wait for a sign of life
+        one.send(signal.SIGCONT)
+        with pytest.raises(TimeoutError):
+            one.wait(1.0)
+    for one in waiting:
+        one.wait_for("2 of 3", timeout=20)
     well([*waiting, four.start(four.cluster[2], nnodes=3)])
 
 
@@ -480,20 +448,23 @@ def test_ctrl_c_while_others_are_waited_for(two: Jobs) -> None:
     assert one.wait() in (130, -signal.SIGINT)
 
 
-@pytest.mark.parametrize("how", ["ro", "size=4k"])
-def test_a_home_that_cannot_be_written(two: Jobs, how: str) -> None:
-    """The run folder of one node cannot be made, or its disk is full; that node says so."""
-    home = two.cluster[1].home
-    mounted, said = two.cluster[1].run(
-        ["mount", "-t", "tmpfs", "-o", how, "none", str(home)], cwd=Path("/")
-    )
-    assert mounted == 0, said
-    if how != "ro":
-        filled, _ = two.cluster[1].run(["dd", "if=/dev/zero", f"of={home}/full"], cwd=Path("/"))
-        assert filled != 0
-    started = two.start_all()
+def test_homes_that_cannot_be_written(four: Jobs) -> None:
+    """The run folder of one node cannot be made, and the disk of another is full; they say so."""
+    said_of = {1: ("ro", "Read-only file system"), 2: ("size=4k", "No space left on device")}
+    nodes = four.cluster.nodes[:3]
+    for number, (how, _) in said_of.items():
+        home = nodes[number].home
+        mounted, said = nodes[number].run(
+            ["mount", "-t", "tmpfs", "-o", how, "none", str(home)], cwd=Path("/")
+        )
+        assert mounted == 0, said
+        if how != "ro":
+            filled, _ = nodes[number].run(["dd", "if=/dev/zero", f"of={home}/full"], cwd=Path("/"))
+            assert filled != 0
+    started = [four.start(node, TELL, "--node-rank", str(node.number), nnodes=3) for node in nodes]
     well(started)
-    said = {"ro": "Read-only file system", "size=4k": "No space left on device"}[how]
-    assert re.search(f"no record of this run is kept: .*{said}", started[1].output())
+    for number, (_, words) in said_of.items():
+        assert re.search(f"no record of this run is kept: .*{words}", started[number].output())
+        umounted = nodes[number].run(["umount", str(nodes[number].home)], cwd=Path("/"))
+        assert umounted == (0, "")
     assert "no record" not in started[0].output()
-    assert two.cluster[1].run(["umount", str(home)], cwd=Path("/")) == (0, "")
