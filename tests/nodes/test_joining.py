@@ -236,22 +236,29 @@ DIFFERENT: list[dict[str, Any]] = [
 ]
 
 
-def test_a_node_of_other_versions_or_of_another_job_is_refused_by_name(two: Jobs) -> None:
-    lead = two.start(two.cluster[0])
+def test_a_node_that_does_not_fit_is_refused_by_name(two: Jobs) -> None:
+    """Of other versions, of another job, or a second node 0: the one that is not at --master-addr
+    says so. The lead waits for node 1 all the while.
+    """
+    zero = ["--node-rank", "0", "--master-addr", "node0"]
+    where = ["--node-rank", "1", "--master-addr", "node0"]
+    lead, second = (two.start(node, where=zero) for node in two.cluster.nodes)
     others = {}
     for name, line in VERSIONS.items():
         folder = two.folder / name
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(DIFFERS.format(line))
         paths = os.pathsep.join([str(folder), str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")])
-        others[name] = two.start(two.cluster[1], env={"PYTHONPATH": paths})
+        others[name] = two.start(two.cluster[1], where=where, env={"PYTHONPATH": paths})
+    ended(second, "node-duplicate")
+    assert "node0 and node1 were both started as node 0" in second.output()
     for name, one in others.items():
         ended(one, "node-skew")
         assert f"node1 has {name} " in one.output()
-    for other in [two.start(two.cluster[1], **how) for how in DIFFERENT]:
+    for other in [two.start(two.cluster[1], where=where, **how) for how in DIFFERENT]:
         ended(other, "node-skew")
         assert two.cluster[1].name in other.output()
-    well([lead, two.start(two.cluster[1])])
+    well([lead, two.start(two.cluster[1], where=where)])
 
 
 def test_one_place_is_asked_for_twice(four: Jobs) -> None:
@@ -266,16 +273,6 @@ def test_one_place_is_asked_for_twice(four: Jobs) -> None:
     lead.send(signal.SIGINT)
     assert lead.wait() == 130
     assert first.wait() != 0
-
-
-def test_two_machines_are_both_started_as_node_0(two: Jobs) -> None:
-    """The one that is not at --master-addr says so; the other one waits for node 1."""
-    where = ["--node-rank", "0", "--master-addr", "node0"]
-    lead, other = (two.start(node, where=where) for node in two.cluster.nodes)
-    ended(other, "node-duplicate")
-    assert "node0 and node1 were both started as node 0" in other.output()
-    where = ["--node-rank", "1", "--master-addr", "node0"]
-    well([lead, two.start(two.cluster[1], where=where)])
 
 
 def test_two_jobs_at_ports_that_are_neighbours(two: Jobs) -> None:
@@ -336,11 +333,6 @@ def test_options_that_do_not_fit(two: Jobs, options: list[str]) -> None:
 # --- who does not come
 
 
-def test_a_node_that_does_not_come(two: Jobs) -> None:
-    one = two.start(two.cluster[0], TELL, "--rdzv-conf", "join_timeout=3")
-    ended(one, "join-timeout", 75)
-
-
 def test_a_lead_that_does_not_come(two: Jobs) -> None:
     one = two.start(two.cluster[1], TELL, "--rdzv-conf", "join_timeout=3")
     ended(one, "join-timeout", 75)
@@ -358,9 +350,7 @@ def test_an_endpoint_that_nobody_has(two: Jobs) -> None:
 def test_node_0_has_too_few_ports(two: Jobs) -> None:
     """One for the ranks, and none for the job's store."""
     options = ["--port-range", "29510-29510", "--rdzv-conf", "join_timeout=3"]
-    lead, other = two.start_all(TELL, *options)
-    ended(lead, "ports-exhausted", 1)
-    ended(other, "join-timeout", 75)
+    ended(two.start(two.cluster[0], TELL, *options), "ports-exhausted", 1)
 
 
 def test_a_node_has_no_port_to_connect_from(two: Jobs) -> None:
@@ -409,26 +399,17 @@ def test_another_service_at_the_endpoint(two: Jobs) -> None:
     service.kill()
 
 
-def test_a_node_that_joined_and_died_is_replaced(four: Jobs) -> None:
-    lead, lost = (four.start(node, nnodes=3) for node in four.cluster.nodes[:2])
-    with pytest.raises(TimeoutError):
-        lost.wait(2.0)
-    four.cluster[1].kill()
-    with pytest.raises(TimeoutError):
-        lead.wait(2.0)  # its session is over by then: the place is free
-    rest = [four.start(four.cluster[number], nnodes=3) for number in (2, 1)]
-    well([lead, *rest])
-
-
-def test_launchers_that_stood_still_while_others_are_waited_for(four: Jobs) -> None:
-    """Ctrl-Z and `fg`: nothing has begun, so nothing is lost. A roll call names who has not come."""
-    waiting = [four.start(four.cluster[one], nnodes=3) for one in (0, 1)]
+def test_what_is_borne_while_others_are_waited_for(four: Jobs) -> None:
+    """Ctrl-Z and `fg`, or a node that died: nothing has begun, so nothing is lost, and the place is
+    free. A roll call names who has not come.
+    """
+    waiting = [four.start(node, nnodes=4) for node in four.cluster.nodes[:3]]
     tables = [Path(f"/proc/{one.node.pid}/net/tcp") for one in waiting]
     there = re.compile(f":{PORT:04X} 01 ")  # a connection to the lead
     assert wait_until(lambda: all(there.search(one.read_text()) for one in tables), 30)
     with pytest.raises(TimeoutError):
-        waiting[0].wait(1.0)  # both have come by then
-    for one in waiting:
+        waiting[0].wait(1.0)  # all have come by then
+    for one in waiting[:2]:
         one.send(signal.SIGTSTP)
         with pytest.raises(TimeoutError):
             one.wait(4.0)  # twice what the others wait for a sign of life
@@ -436,8 +417,11 @@ def test_launchers_that_stood_still_while_others_are_waited_for(four: Jobs) -> N
         with pytest.raises(TimeoutError):
             one.wait(1.0)
     for one in waiting:
-        one.wait_for("2 of 3", timeout=20)
-    well([*waiting, four.start(four.cluster[2], nnodes=3)])
+        one.wait_for("3 of 4", timeout=20)
+    four.cluster[2].kill()
+    with pytest.raises(TimeoutError):
+        waiting[0].wait(2.0)  # the session of the dead one is over by then
+    well([*waiting[:2], *(four.start(four.cluster[number], nnodes=4) for number in (3, 2))])
 
 
 def test_ctrl_c_while_others_are_waited_for(two: Jobs) -> None:
