@@ -81,11 +81,17 @@ class Jobs:
     def endpoint(self) -> str:
         return f"{self.cluster[0].name}:{PORT}"
 
-    def start_all(self, program: str = TELL, *options: str | Path, **more: Any) -> list[Process]:
-        """Start the launcher on every node, each with its number as --node-rank."""
+    def start_all(
+        self, program: str = TELL, *options: str | Path, count: int | None = None, **more: Any
+    ) -> list[Process]:
+        """Start the launcher on every node, or on the first `count`, each with its number as
+        --node-rank.
+        """
+        nodes = self.cluster.nodes[:count]
+        more.setdefault("nnodes", len(nodes))
         return [
             self.start(node, program, "--node-rank", str(node.number), *options, **more)
-            for node in self.cluster.nodes
+            for node in nodes
         ]
 
 

@@ -114,9 +114,10 @@ def test_every_node_knows_that_the_lead_is_dead(cluster: Cluster) -> None:
     members.end()
 
 
-def test_every_node_knows_that_the_lead_is_cut_off(members: Members) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_node_knows_that_the_lead_is_cut_off(members: Members, cut: str) -> None:
     at = time.monotonic()
-    members.cluster[0].unplug()
+    CUTS[cut](members.cluster[0])
     for node in members.cluster.nodes[1:]:
         assert members.alone(node) - at < TTL + LATE
         assert members.gone(node) - at < TTL + LATE
