@@ -1,7 +1,8 @@
 """Run examples/digits_ddp.py on 4 local ranks, then say how accurate the model is and how the start went.
 
-Run by scripts/demo with .venv's Python. Times count from the moment the command is started. Those of the launcher come
-from its events.jsonl, which counts from the launcher's start; those of a first step are when its line arrived here.
+Run by scripts/demo with .venv's Python; words behind the run folder are the example's. Times count from the moment the
+command is started. Those of the launcher come from its events.jsonl, which counts from the launcher's start; those of a
+first step are when its line arrived here.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ COMMAND = (
     "--run-dir",
     str(RUN),
     str(ROOT / "examples" / "digits_ddp.py"),
+    *sys.argv[2:],
 )
 
 

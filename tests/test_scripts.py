@@ -475,7 +475,7 @@ def test_the_demo_learns_and_says_how_it_started(tmp_path: Path) -> None:
     half of the jobs.
     """
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "train_digits.py", tmp_path / "run"],
+        [sys.executable, SCRIPTS / "train_digits.py", tmp_path / "run", "--epochs", "10"],
         capture_output=True,
         text=True,
         timeout=110,
