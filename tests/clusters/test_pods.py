@@ -124,9 +124,16 @@ def ended(pods: list[Process]) -> list[int]:
     return [pod.wait() for pod in pods]
 
 
+def publish_late(namespace: Namespace, pods: list[Process], before: str, times: int) -> None:
+    asked = f"{before} {LEAD}\n"
+    assert wait_until(lambda: namespace.server.output().count(asked) >= times, 20)
+    assert [pod.running() for pod in pods] == [True, True]
+    namespace.publish()
+
+
 @pytest.mark.parametrize(
     ("kind", "before"),
-    [("JobSet", "NXDOMAIN"), ("TrainJob", "NXDOMAIN"), ("JobSet", "no answer")],
+    [("TrainJob", "NXDOMAIN"), ("JobSet", "no answer")],
 )
 def test_the_name_of_pod_0_comes_late(namespace: Namespace, kind: str, before: str) -> None:
     """A JobSet's pods make the whole name of pod 0, a TrainJob's are told a short one. The name
@@ -136,11 +143,7 @@ def test_the_name_of_pod_0_comes_late(namespace: Namespace, kind: str, before: s
         namespace.zone.unlink()
     environ = [JOB_SET, JOB_SET] if kind == "JobSet" else [train_job(0), train_job(1)]
     pods = [namespace.pod(number, environ=environ[number]) for number in (0, 1)]
-    asked = f"{before} {LEAD}\n"
-    times = 10 if before == "NXDOMAIN" else 4
-    assert wait_until(lambda: namespace.server.output().count(asked) >= times, 20)
-    assert [pod.running() for pod in pods] == [True, True]
-    namespace.publish()
+    publish_late(namespace, pods, before, 10 if before == "NXDOMAIN" else 4)
     assert ended(pods) == [0, 0], [pod.output() for pod in pods]
     assert [(one["RANK"], one["GROUP_RANK"]) for one in told(pods)] == [("0", "0"), ("1", "1")]
     assert {one["MASTER_ADDR"] for one in told(pods)} == {namespace.cluster[0].address}
@@ -148,20 +151,18 @@ def test_the_name_of_pod_0_comes_late(namespace: Namespace, kind: str, before: s
 
 
 def test_a_name_that_never_comes_is_named(namespace: Namespace) -> None:
-    pods = [
-        namespace.pod(number, TELL, "--rdzv-conf", "join_timeout=3", environ=JOB_SET)
-        for number in (0, 1)
-    ]
-    assert ended(pods) == [75, 75]
-    assert [codes(pod) for pod in pods] == [["join-timeout"], ["join-timeout"]]
-    assert LEAD in pods[1].output()
+    pod = namespace.pod(1, TELL, "--rdzv-conf", "join_timeout=3", environ=JOB_SET)
+    assert pod.wait() == 75
+    assert codes(pod) == ["join-timeout"]
+    assert LEAD in pod.output()
     assert namespace.message(1).startswith("error[join-timeout]: ")
     assert LEAD in namespace.message(1)
 
 
 def test_the_headline_of_the_report_outlives_every_pod(namespace: Namespace) -> None:
-    namespace.publish()
+    """The name of pod 0 comes late here, too."""
     pods = [namespace.pod(number, RAISES, environ=JOB_SET) for number in (0, 1)]
+    publish_late(namespace, pods, "NXDOMAIN", 10)
     assert ended(pods) == [1, 1]
     for number, pod in enumerate(pods):
         message = namespace.message(number)

@@ -126,6 +126,7 @@ class Case(NamedTuple):
     )  # of ours alone: an interpreter of its own starts sooner than a template
     stdin: str | None = None
     act: Callable[[subprocess.Popen[bytes]], None] | None = None
+    torch: bool = True  # its program needs torch; ours is `without_torch` else
 
 
 def of_everything(seen: Seen) -> Facts:
@@ -261,14 +262,15 @@ CASES: dict[str, Case] = {
     ),
     "tracebacks": Case(
         ("--nproc-per-node", "4", "-r", "2:2", "-t", "3:2", "--duplicate-stderr-filters", "kept", *LOGS, "raises.py"), of_tracebacks,
+        torch=False,
     ),
-    "a folder": Case(("--nproc-per-node", "2", "folder", "x", "--", "-y"), of_plain),
+    "a folder": Case(("--nproc-per-node", "2", "folder", "x", "--", "-y"), of_plain, torch=False),
     "a program": Case(
         ("--nproc-per-node", "2", "--no-python", "--log-dir", os.devnull, "./program.sh", "--card=${local_rank}", "$$"), of_program,
         environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         ours=(),
     ),
-    "a signal": Case(("--nproc-per-node", "2", "--signals-to-handle", "SIGUSR1", "waits.py"), of_signal, act=when_ready),
+    "a signal": Case(("--nproc-per-node", "2", "--signals-to-handle", "SIGUSR1", "waits.py"), of_signal, act=when_ready, torch=False),
 }  # fmt: skip
 
 
@@ -279,8 +281,12 @@ def see(case: Case, launcher: Sequence[str], again: int = 2) -> Seen:
     shutil.copytree(HERE / "scripts", folder / "job")
     out = folder / "logs"
     arguments = [str(out) if word == "OUT" else word for word in case.arguments]
+    env = dict(case.environment)
+    if launcher != TORCHRUN and not case.torch:
+        paths = [str(HERE.parent / "without_torch"), os.environ.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     result = run_job(
-        arguments, state=folder / "state", launcher=launcher, env=case.environment, stdin=case.stdin, cwd=folder / "job",
+        arguments, state=folder / "state", launcher=launcher, env=env, stdin=case.stdin, cwd=folder / "job",
         timeout=DEADLINE, act=case.act,
     )  # fmt: skip
     if (

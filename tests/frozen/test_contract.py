@@ -164,7 +164,9 @@ def environment(place: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def jobs(place: Path, environment: dict[str, str]) -> Jobs:
-    """Start each of the jobs of this module, several at a time."""
+    """Start each of the jobs of this module, several at a time. Their programs need no torch."""
+    folders = [str(ROOT / "tests" / "without_torch"), os.environ.get("PYTHONPATH", "")]
+    environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
     def job(name: str, *arguments: str) -> Job:
         folder = place / "runs" / name
