@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from ..real.job import run_job
+from ..real.job import Result, run_job
 
 PARSER = """\
-import argparse, sys
+import argparse, os, sys
 
 parser = argparse.ArgumentParser(prog="train")
 parser.add_argument("--lr", type=float, required=True)
 
 def main():
-    args = parser.parse_args()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    args = parser.parse_args([[], ["--lr", "x"], ["--lr=-1"], ["--lr=1"]][attempt])
     if args.lr < 0:
         parser.error(f"--lr: {args.lr} is below 0")
     sys.exit("no data: /data is empty\\nmount it first")
@@ -26,37 +27,33 @@ main()
 """
 
 
+LEFT_BY = [
+    ("exited with code 2: the following arguments are required: --lr", "train.py:8 in main"),
+    ("exited with code 2: argument --lr: invalid float value: 'x'", "train.py:8 in main"),
+    ("exited with code 2: --lr: -1.0 is below 0", "train.py:10 in main"),
+    ("exited with code 1: no data: /data is empty", "train.py:11 in main"),
+]
+
+
+def reports(result: Result) -> list[str]:
+    """Take the reports of a job's attempts apart."""
+    return re.split(r"^(?=error\[)", result.report, flags=re.MULTILINE)[1:]
+
+
 @pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize(
-    ("arguments", "headline", "place"),
-    [
-        (
-            [],
-            "exited with code 2: the following arguments are required: --lr",
-            "train.py:7 in main",
-        ),
-        (
-            ["--lr", "x"],
-            "exited with code 2: argument --lr: invalid float value: 'x'",
-            "train.py:7 in main",
-        ),
-        (["--lr=-1"], "exited with code 2: --lr: -1.0 is below 0", "train.py:9 in main"),
-        (["--lr=1"], "exited with code 1: no data: /data is empty", "train.py:10 in main"),
-    ],
-)
-def test_what_the_program_left_by_is_told_with_its_own_line(
-    tmp_path: Path, arguments: list[str], headline: str, place: str
-) -> None:
+def test_what_the_program_left_by_is_told_with_its_own_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PARSER)
-    result = run_job(["-n", "2", "train.py", *arguments], state=tmp_path, cwd=tmp_path)
-    assert re.match(
-        rf"error\[rank-exited\]: (both ranks|rank [01]) {re.escape(headline)}\n", result.report
-    ), result.everything
-    assert f"  where  {place}, pid " in result.report, result.everything
+    options = ["-n", "2", "--max-restarts", str(len(LEFT_BY) - 1)]
+    result = run_job([*options, "train.py"], state=tmp_path, cwd=tmp_path)
+    for (headline, place), report in zip(LEFT_BY, reports(result), strict=True):
+        assert re.match(
+            rf"error\[rank-exited\]: (both ranks|rank [01]) {re.escape(headline)}\n", report
+        ), result.everything
+        assert f"  where  {place}, pid " in report, result.everything
 
 
 LOST_THREAD = """\
-import queue, sys, threading
+import os, queue, sys, threading
 
 full = queue.Queue()
 
@@ -71,7 +68,7 @@ thread = threading.Thread(target=load)
 thread.start()
 thread.join()
 Leaves()
-if sys.argv[1] == "gives up":
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
     sys.exit("no batch came")
 full.get(timeout=0)
 """
@@ -79,20 +76,17 @@ full.get(timeout=0)
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_thread_that_an_exception_ended_is_told_with_what_came_of_it(tmp_path: Path) -> None:
-    """The report had the consequence alone: the queue that the thread was to fill."""
+    """The report had the consequence alone: the queue that the thread was to fill. And the exception
+    of `__del__`, after which Python goes on, was told as the cause, and not the words of sys.exit.
+    """
     (tmp_path / "train.py").write_text(LOST_THREAD)
-    result = run_job(["-n", "2", "train.py", "waits"], state=tmp_path, cwd=tmp_path)
-    assert "raised _queue.Empty\n" in result.report, result.everything
+    options = ["-n", "2", "--max-restarts", "1"]
+    result = run_job([*options, "train.py"], state=tmp_path, cwd=tmp_path)
+    waits, gives_up = reports(result)
+    assert "raised _queue.Empty\n" in waits, result.everything
     told = "had died of OSError: shard 3 is corrupt, at train.py:6 in load: it may have led to this (likely)"
-    assert told in result.prose, result.everything
-
-
-@pytest.mark.usefixtures("without_torch")
-def test_the_words_of_sys_exit_count_more_than_what_python_ignored(tmp_path: Path) -> None:
-    """The exception of `__del__`, after which Python goes on, was told as the cause."""
-    (tmp_path / "train.py").write_text(LOST_THREAD)
-    result = run_job(["-n", "2", "train.py", "gives up"], state=tmp_path, cwd=tmp_path)
-    assert " exited with code 1: no batch came\n" in result.report, result.everything
+    assert told in " ".join(waits.split()), result.everything
+    assert " exited with code 1: no batch came\n" in gives_up, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -177,7 +171,7 @@ def test_a_traceback_reaches_what_stands_for_stderr_and_the_terminal_once(
         assert log.count(f"\nValueError: nan in {rank}\n") == 1, log
 
 
-BUSY = """\
+STAND_IN = """\
 import os, sys, threading
 
 class Tee:
@@ -190,17 +184,11 @@ class Tee:
     def flush(self):
         pass
 
-sys.stderr = Tee()
-raise ValueError("nan")
-"""
-UNABLE = """\
-import sys
-
 class Logger:
     def write(self, text):
         raise OSError("the disk is full")
 
-sys.stderr = Logger()
+sys.stderr = Tee() if os.environ["RANK"] < "2" else Logger()
 raise ValueError("nan")
 """
 
@@ -209,53 +197,48 @@ raise ValueError("nan")
 def test_a_stand_in_for_stderr_that_cannot_write_or_flush_does_not_take_the_exceptions_place(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "train.py").write_text(UNABLE)
+    """And what another thread writes beside a traceback is not lost: descriptor 2 leads elsewhere
+    while a stand-in gets it.
+    """
+    (tmp_path / "train.py").write_text(STAND_IN)
     result = run_job(
-        ["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path
+        ["-n", "4", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path
     )
     assert (result.rc, set(result.codes)) == (1, {"rank-raised"}), result.everything
     assert "raised ValueError: nan" in result.report, result.everything
     assert "disk is full" not in result.err, result.everything
-
-
-@pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("__str__", "<message cannot be shown: SystemExit>"),
-        ("__getattribute__", "<message cannot be shown>"),
-        ("__dict__", "<message cannot be shown>"),
-    ],
-)
-def test_an_exception_whose_class_raises_wherever_it_is_looked_at_is_named(
-    tmp_path: Path, method: str, message: str
-) -> None:
-    """The second one was looked at as the first, and so on, a thousand times: minutes."""
-    text = f"""\
-class Odd(Exception):
-    @property
-    def {method}(self, *_):
-        raise {"SystemExit(9)" if method == "__str__" else "RuntimeError"}
-
-raise Odd("nan")
-"""
-    if method != "__dict__":
-        text = text.replace("    @property\n", "")
-    (tmp_path / "train.py").write_text(text)
-    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path)
-    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    assert f"raised Odd: {message}\n" in result.report, result.everything
-
-
-@pytest.mark.usefixtures("without_torch")
-def test_what_another_thread_writes_beside_a_traceback_is_not_lost(tmp_path: Path) -> None:
-    """Descriptor 2 leads elsewhere while a stand-in for `sys.stderr` gets the traceback."""
-    (tmp_path / "train.py").write_text(BUSY)
-    result = run_job(
-        ["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path
-    )
-    said = sorted(line for line in result.err.splitlines() if line.startswith("["))
+    said = sorted(line for line in result.err.splitlines() if line.startswith(("[0]", "[1]")))
     assert said == ["[0] of another thread", "[1] of another thread"], result.everything
+
+
+SPOILT = {
+    "__str__": "<message cannot be shown: SystemExit>",
+    "__getattribute__": "<message cannot be shown>",
+    "__dict__": "<message cannot be shown>",
+}
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_an_exception_whose_class_raises_wherever_it_is_looked_at_is_named(tmp_path: Path) -> None:
+    """The second one was looked at as the first, and so on, a thousand times: minutes."""
+    program = ["import os"]
+    for attempt, method in enumerate(SPOILT):
+        text = f"""\
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "{attempt}":
+    class Odd(Exception):
+        @property
+        def {method}(self, *_):
+            raise {"SystemExit(9)" if method == "__str__" else "RuntimeError"}
+
+    raise Odd("nan")
+"""
+        program.append(text if method == "__dict__" else text.replace("        @property\n", ""))
+    (tmp_path / "train.py").write_text("\n".join(program))
+    options = ["-n", "2", "--max-restarts", "2"]
+    result = run_job([*options, "train.py"], state=tmp_path, cwd=tmp_path)
+    assert (result.rc, result.codes) == (1, ["rank-raised"] * 3), result.everything
+    for message, report in zip(SPOILT.values(), reports(result), strict=True):
+        assert f"raised Odd: {message}\n" in report, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -263,9 +246,7 @@ def test_a_lone_rank_whose_stderr_goes_to_a_file_has_its_traceback_in_the_report
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('nan')\n")
-    result = run_job(
-        ["--fresh", "-r", "2", "--log-dir", "logs", "train.py"], state=tmp_path, cwd=tmp_path
-    )
+    result = run_job(["-r", "2", "--log-dir", "logs", "train.py"], state=tmp_path, cwd=tmp_path)
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stderr.log")
     assert log.read_text().endswith("\nValueError: nan\n")
     assert "    | ValueError: nan\n" in result.report, result.everything
@@ -293,11 +274,11 @@ def test_an_option_behind_the_program_that_the_program_refuses(
     before the program.
     """
     (tmp_path / "train.py").write_text(program)
-    result = run_job(["--fresh", "train.py", "--lr", "1", "-n", "2"], state=tmp_path, cwd=tmp_path)
+    result = run_job(["train.py", "--lr", "1", "-n", "2"], state=tmp_path, cwd=tmp_path)
     assert result.rc == 2, result.everything
     assert refusal in result.err, result.everything
     assert "-n 2 stands behind the program" in result.prose, result.everything
-    assert "rallypoint run --fresh -n 2 train.py --lr 1\n" in result.report, result.everything
+    assert "rallypoint run -n 2 train.py --lr 1\n" in result.report, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -306,8 +287,9 @@ def test_a_submodule_that_is_misspelt_is_answered_with_the_nearest(tmp_path: Pat
     (tmp_path / "pkg" / "sub").mkdir(parents=True)
     for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/train.py"):
         (tmp_path / name).touch()
-    for typed, near in (("pkg.sub.trian", "pkg.sub.train"), ("pkg.sbu.train", "pkg.sub.train")):
-        result = run_job(["--fresh", "-m", typed], state=tmp_path / typed, cwd=tmp_path)
+    near = "pkg.sub.train"
+    for typed, way in (("pkg.sub.trian", ["--fresh"]), ("pkg.sbu.train", [])):
+        result = run_job([*way, "-m", typed], state=tmp_path / typed, cwd=tmp_path)
         assert (result.rc, result.codes) == (2, ["start-failed"]), result.everything
         assert f"             -m {near}\n" in result.report, result.everything
         assert "pip install" not in result.report, result.everything

@@ -141,14 +141,6 @@ time.sleep(60)
 """
 
 
-def test_two_agents_run_a_job(nodes: Nodes) -> None:
-    program = "import os; print('of', os.environ['WORLD_SIZE'], flush=True)"
-    for agent in (nodes.start(program), nodes.start(program)):
-        status, said = agent.end()
-        assert status == 0, said
-        assert "of 2" in said
-
-
 def test_a_node_connects_from_its_local_address(nodes: Nodes) -> None:
     nodes.start("", nodes=3)
     nodes.await_applicants(1)
@@ -167,11 +159,11 @@ def test_a_local_address_of_another_machine_is_refused_before_anything_starts(
 
 def test_a_notice_while_others_are_waited_for_is_handed_on(nodes: Nodes) -> None:
     program = """
-import rallypoint, time
+import os, rallypoint, time
 until = time.monotonic() + 30  # the other node's ranks may start before it hears of the notice
 while not rallypoint.preempted() and time.monotonic() < until:
     time.sleep(0.01)
-print("noticed", rallypoint.preempted(), flush=True)
+print("noticed", rallypoint.preempted(), "of", os.environ["WORLD_SIZE"], flush=True)
 """
     lead = nodes.start(program)
     nodes.await_applicants(1)
@@ -180,7 +172,7 @@ print("noticed", rallypoint.preempted(), flush=True)
     for agent in (lead, other):
         status, said = agent.end()
         assert status == 0
-        assert "noticed True" in said
+        assert "noticed True of 2" in said
         assert said.count("SIGUSR1 came") == 1
 
 
@@ -205,28 +197,21 @@ time.sleep(60)
         assert said.count("SIGUSR1 came") == 1
 
 
-def test_a_launcher_that_waits_for_others_is_suspended_by_ctrl_z(nodes: Nodes) -> None:
-    lead = nodes.start(WAITS)
+def test_a_lead_that_is_stopped_while_it_waits_sends_the_others_home(nodes: Nodes) -> None:
+    """Ctrl-Z suspends it; it goes on with a Ctrl-C."""
+    lead = nodes.start(WAITS, nodes=3)
     nodes.await_applicants(1)
+    other = nodes.start(WAITS, nodes=3)
+    nodes.await_applicants(2)
+    began = time.monotonic()
     lead.signal(signal.SIGTSTP)
     os.waitid(os.P_PID, lead.pid, os.WSTOPPED)
     lead.signal(signal.SIGINT)
     lead.signal(signal.SIGCONT)
     assert lead.end()[0] == 128 + signal.SIGINT
-
-
-def test_a_lead_that_is_stopped_while_it_waits_sends_the_others_home(nodes: Nodes) -> None:
-    lead = nodes.start(WAITS, nodes=4)
-    nodes.await_applicants(1)
-    others = [nodes.start(WAITS, nodes=4) for _ in range(2)]
-    nodes.await_applicants(3)
-    began = time.monotonic()
-    lead.signal(signal.SIGINT)
-    assert lead.end()[0] == 128 + signal.SIGINT
-    for other in others:
-        status, said = other.end()
-        assert status == 75
-        assert "node 0 has left the job" in said
+    status, said = other.end()
+    assert status == 75
+    assert "node 0 has left the job" in said
     assert time.monotonic() - began < 4
 
 
