@@ -203,7 +203,7 @@ BAD = {
 def test_every_way_to_end_well_is_silent(run: Run, write: Write, way: tuple[str, ...]) -> None:
     lines = [f"if os.environ['RANK'] == '{rank}': {code}" for rank, code in enumerate(GOOD)]
     program = write("train.py", "\n".join(["import os, sys", *lines]))
-    result = run(*way, "-n", len(GOOD), program)
+    result = run(*way, "-n", str(len(GOOD)), program)
     assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
 
 

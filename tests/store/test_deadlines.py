@@ -226,7 +226,7 @@ print(store.get("paused"))
 
 def test_a_pause_of_the_server_and_its_clients_is_nobodys_silence(process: ServerProcess) -> None:
     """A container that was paused for longer than the ttl had its job end: session-lost."""
-    command = [sys.executable, "-c", _KEEPS_A_KEY, process.local, SECRET]
+    command = [sys.executable, "-c", _KEEPS_A_KEY, process.local, SECRET.decode()]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == "ready\n"
