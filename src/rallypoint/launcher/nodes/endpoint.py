@@ -35,7 +35,7 @@ RESOLVE_TIMEOUT = 2.0
 """Seconds for the name of the endpoint, where this node leads whatever it is."""
 
 PATIENCE = 12.0
-"""Seconds for it where the name decides who leads. One that gives no answer by then is asked again;
+"""Seconds for it where the name decides which node leads. One that gives no answer by then is asked again;
 the resolver waits 5 s for each name server that is off before it asks the next one."""
 
 

@@ -58,7 +58,7 @@ than that."""
 
 STOOD_STILL = 0.5
 """Seconds by which a look may be late before it counts as this process having stood still. Then the
-clients may have, too (Ctrl-Z, a paused container or machine): that time is nobody's silence."""
+clients may have, too (Ctrl-Z, a paused container or machine): that time is no silence of theirs."""
 
 SWEEP = 5.0
 """Seconds between two looks for connections whose session has ended: their clients learn it at
