@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,24 @@ from typing import Any, Protocol
 import pytest
 
 from .job import Result, run_job
+from .warm import WarmLauncher
+
+PARTS = Path(__file__).parents[1] / "torch_in_parts"
+WITHOUT_COMPILER = Path(__file__).parents[1] / "torch_without_compiler"
 
 
 class Run(Protocol):
     """`run_job`, with a state folder of its own for each call."""
 
     def __call__(self, *arguments: str | Path, **options: Any) -> Result: ...
+
+
+class RunWarm(Protocol):
+    """`WarmLauncher.run`."""
+
+    def __call__(
+        self, program: Path, *arguments: str, nproc: int = 2, **options: object
+    ) -> Result: ...
 
 
 class Write(Protocol):
@@ -36,6 +49,36 @@ def run(tmp_path: Path) -> Run:
         return run_job(arguments, **options)
 
     return start
+
+
+@pytest.fixture
+def without_compiler(torch_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start jobs that compile nothing without torch._dynamo, which optimizers and
+    DistributedDataParallel import; see `torch_without_compiler/sitecustomize.py`.
+    """
+    if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
+        monkeypatch.setenv("PYTHONPATH", str(WITHOUT_COMPILER), prepend=os.pathsep)
+
+
+@pytest.fixture(scope="session")
+def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
+    """Keep a template with torch for all tests; scripts/matrix has it import torch as a whole."""
+    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
+    paths = filter(None, ["" if whole else str(PARTS), os.environ.get("PYTHONPATH")])
+    env = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",  # else one rank has another template than several
+    }
+    launcher = WarmLauncher(tmp_path_factory.mktemp("warm"), env)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def run_warm(warm_launcher: WarmLauncher) -> Iterator[RunWarm]:
+    """Run a program in ranks of a warm template; in the end nothing of them may be left."""
+    yield warm_launcher.run
+    assert "\n\n".join(warm_launcher.left_behind()) == ""
 
 
 @pytest.fixture

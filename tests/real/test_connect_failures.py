@@ -14,7 +14,7 @@ from contextlib import closing
 
 import pytest
 
-from .conftest import Run, Write
+from .conftest import RunWarm, Write
 from .job import Result
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -54,9 +54,9 @@ def service(request: pytest.FixtureRequest) -> Iterator[tuple[int, subprocess.Po
         process.kill()
 
 
-def met(run: Run, write: Write, address: str) -> Result:
+def met(run_warm: RunWarm, write: Write, address: str) -> Result:
     program = write("train.py", MEETS)
-    return run("-n", "2", "train.py", f"tcp://{address}", cwd=program.parent)
+    return run_warm(program, f"tcp://{address}")
 
 
 def first_line(result: Result) -> str:
@@ -74,8 +74,8 @@ def seconds_of_the_report(result: Result) -> float:
     return float(judged) - float(joined)
 
 
-def test_nobody_listens_there(run: Run, write: Write, nobody: int) -> None:
-    result = met(run, write, f"127.0.0.1:{nobody}")
+def test_nobody_listens_there(run_warm: RunWarm, write: Write, nobody: int) -> None:
+    result = met(run_warm, write, f"127.0.0.1:{nobody}")
     assert (result.rc, result.codes) == (1, ["port-refused"]), result.everything
     assert re.fullmatch(
         rf"error\[port-refused\]: (both ranks|rank \d) found nobody at 127\.0\.0\.1:{nobody}: nothing listens there",
@@ -91,8 +91,8 @@ def test_nobody_listens_there(run: Run, write: Write, nobody: int) -> None:
     )
 
 
-def test_a_name_that_has_no_address(run: Run, write: Write) -> None:
-    result = met(run, write, "no-such-host.invalid:29500")  # RFC 2606: it never has one
+def test_a_name_that_has_no_address(run_warm: RunWarm, write: Write) -> None:
+    result = met(run_warm, write, "no-such-host.invalid:29500")  # RFC 2606: it never has one
     assert (result.rc, result.codes) == (1, ["address-unresolved"]), result.everything
     # A resolver on a busy machine may need longer than the report waits for it.
     assert "could not reach no-such-host.invalid:29500: " in first_line(result)
@@ -128,11 +128,11 @@ time.sleep(600)
 
 @pytest.mark.parametrize("service", [WEB], indirect=True, ids=["web"])
 def test_a_foreign_service_is_there(
-    run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]
+    run_warm: RunWarm, write: Write, service: tuple[int, subprocess.Popen[str]]
 ) -> None:
     """torch waits for its answer for ever: no timeout of its own ends that."""
     port, web = service
-    result = met(run, write, f"127.0.0.1:{port}")
+    result = met(run_warm, write, f"127.0.0.1:{port}")
     assert (result.rc, result.codes) == (1, ["store-foreign"]), result.everything
     assert (
         f" met a foreign service at 127.0.0.1:{port}: it answered '<!DOCTYPE HTML>'"
@@ -143,9 +143,9 @@ def test_a_foreign_service_is_there(
 
 @pytest.mark.parametrize("service", [DEAF], indirect=True, ids=["deaf"])
 def test_packets_are_dropped(
-    run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]
+    run_warm: RunWarm, write: Write, service: tuple[int, subprocess.Popen[str]]
 ) -> None:
-    result = met(run, write, f"127.0.0.1:{service[0]}")
+    result = met(run_warm, write, f"127.0.0.1:{service[0]}")
     assert (result.rc, result.codes) == (1, ["address-unreachable"]), result.everything
     assert (
         f" could not reach 127.0.0.1:{service[0]}: no answer at all: packets to it are dropped, or it is off"
@@ -155,11 +155,11 @@ def test_packets_are_dropped(
 
 @pytest.mark.parametrize("service", [STORE], indirect=True, ids=["store"])
 def test_the_store_is_stopped(
-    run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]
+    run_warm: RunWarm, write: Write, service: tuple[int, subprocess.Popen[str]]
 ) -> None:
     port, store = service
     store.send_signal(signal.SIGSTOP)
-    result = met(run, write, f"127.0.0.1:{port}")
+    result = met(run_warm, write, f"127.0.0.1:{port}")
     assert (result.rc, result.codes) == (1, ["store-silent"]), result.everything
     assert (
         f"got no answer at 127.0.0.1:{port}: its process (pid {store.pid}) is stopped (state T)"
@@ -194,10 +194,10 @@ else:
 
 
 @pytest.mark.parametrize("asks", ["get", "add"])
-def test_the_store_is_stopped_in_the_middle(run: Run, write: Write, asks: str) -> None:
+def test_the_store_is_stopped_in_the_middle(run_warm: RunWarm, write: Write, asks: str) -> None:
     """torch hangs: in `get` though its time is up, in `add` there is none."""
     program = write("train.py", STOPPED_LATER)
-    result = run("-n", "2", "train.py", asks, cwd=program.parent)
+    result = run_warm(program, asks)
     assert (result.rc, result.codes) == (1, ["store-silent"]), result.everything
     (stopped,) = re.findall(r"stopped (\d+)", result.out)
     assert re.search(
@@ -212,7 +212,9 @@ def test_the_store_is_stopped_in_the_middle(run: Run, write: Write, asks: str) -
     assert at in result.report, result.everything
 
 
-def test_a_program_that_tries_again_elsewhere_is_let(run: Run, write: Write, nobody: int) -> None:
+def test_a_program_that_tries_again_elsewhere_is_let(
+    run_warm: RunWarm, write: Write, nobody: int
+) -> None:
     """torch gives up late, and the program knows another place: nothing may end it before."""
     program = write(
         "train.py",
@@ -226,11 +228,11 @@ def test_a_program_that_tries_again_elsewhere_is_let(run: Run, write: Write, nob
         "    meet('env://', 0)\n"
         "total = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item())\ndist.destroy_process_group()\n",
     )
-    result = run("-n", "2", program)
+    result = run_warm(program)
     assert (result.rc, result.of(0), result.of(1)) == (0, ["2.0"], ["2.0"]), result.everything
 
 
-def test_the_held_port_under_this_machines_name(run: Run, write: Write) -> None:
+def test_the_held_port_under_this_machines_name(run_warm: RunWarm, write: Write) -> None:
     """MASTER_ADDR alone is changed, to a name of this machine: the same place, and the job
     goes on.
     """
@@ -240,29 +242,29 @@ def test_the_held_port_under_this_machines_name(run: Run, write: Write) -> None:
         "dist.init_process_group('gloo')\ntotal = torch.ones(1)\ndist.all_reduce(total)\n"
         "print(total.item(), os.environ['MASTER_ADDR'])\ndist.destroy_process_group()\n",
     )
-    result = run("-n", "2", program)
+    result = run_warm(program)
     assert (result.rc, result.of(0), result.err) == (0, ["2.0 127.0.0.2"], ""), result.everything
 
 
-def test_the_held_port_under_a_strange_name(run: Run, write: Write) -> None:
+def test_the_held_port_under_a_strange_name(run_warm: RunWarm, write: Write) -> None:
     program = write(
         "train.py",
         "import os\nimport torch.distributed as dist\nos.environ['MASTER_ADDR'] = 'no-such-host.invalid'\n"
         "dist.init_process_group('gloo')\n",
     )
-    result = run("-n", "2", "train.py", cwd=program.parent)
+    result = run_warm(program)
     assert (result.rc, result.codes) == (1, ["address-unresolved"]), result.everything
     assert "the ranks cannot meet at MASTER_ADDR=no-such-host.invalid: " in first_line(result)
     assert "set at train.py:3" in result.report
 
 
-def test_what_a_spawned_process_raised(run: Run, write: Write) -> None:
+def test_what_a_spawned_process_raised(run_warm: RunWarm, write: Write) -> None:
     program = write(
         "train.py",
         "import torch.multiprocessing as mp\ndef work(rank):\n    raise ValueError('bad batch')\n"
         "if __name__ == '__main__':\n    mp.spawn(work, nprocs=1)\n",
     )
-    result = run("-n", "1", "train.py", cwd=program.parent)
+    result = run_warm(program, nproc=1)
     assert first_line(result) == "error[rank-raised]: rank 0 raised ValueError: bad batch", (
         result.everything
     )

@@ -27,6 +27,7 @@ DEADLINE = 100.0  # seconds for one script; most take two
 _COMMAND = re.compile(r"^<!-- produces: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDS_TORCH = ("torch", "Tensor", '"doctor"')
+_ALSO = {"spawn-inside-run": "rallypoint run -n 1 script.py\n"}  # what else the report says
 PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search(page(code)))}
 
 
@@ -84,6 +85,7 @@ def test_the_script_of_a_page_produces_its_code(
     label = CATALOGUE[code].label
     if _starts_ranks(code):
         assert f"{label}[{code}]: " in told, told
+        assert _ALSO.get(code, "") in told, told
     elif _asks_the_doctor(code):
         assert re.search(rf"^ +more   rallypoint explain {code}$", told, re.MULTILINE), told
         assert job.returncode == ("\n[x]" in f"\n{told}"), told

@@ -37,6 +37,7 @@ def complaints(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if not OF_THE_MACHINE.fullmatch(line)]
 
 
+@pytest.mark.usefixtures("without_compiler")
 def test_plain_ddp(run: Run) -> None:
     result = run("-n", "2", "plain_ddp.py")
     assert (result.rc, complaints(result)) == (0, []), result.everything

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run, Write
+from .conftest import Run, RunWarm, Write
 from .job import environment
 from .test_roll_call import LAUNCHER, until
 from .test_supervision import wait_for
@@ -42,12 +42,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_spawned_processes_that_look_for_each_other_at_different_ports(
-    run: Run, write: Write, method: str
+    run_warm: RunWarm, write: Write, method: str
 ) -> None:
     """They waited for half an hour without a word; the same program with a rank for each was told
     after three seconds.
     """
-    result = run("-n", "1", "train.py", method, cwd=write("train.py", EACH_ITS_PORT).parent)
+    result = run_warm(write("train.py", EACH_ITS_PORT), method, nproc=1)
     assert (result.rc, result.codes) == (1, ["address-differs"]), result.everything
     assert re.search(r"rank 0: localhost:\d+.*rank 1: localhost:\d+", result.prose), (
         result.everything
@@ -123,17 +123,6 @@ def test_a_spawned_process_that_is_late_is_named_and_shown(
     assert "rank 1" in sentence and "build_index" in sentence, sentence  # noqa: PT018
 
 
-def test_the_exception_of_a_spawned_process_is_still_the_programs(run: Run, write: Write) -> None:
-    program = write(
-        "train.py",
-        "import torch.multiprocessing as mp\ndef work(rank):\n    raise ValueError('bad batch')\n"
-        "if __name__ == '__main__':\n    mp.spawn(work)\n",
-    )
-    result = run("-n", "1", "train.py", cwd=program.parent)
-    assert result.rc == 1, result.everything
-    assert "ValueError: bad batch" in result.prose, result.everything
-
-
 BY_FILE = """\
 import multiprocessing
 import os
@@ -162,12 +151,12 @@ if __name__ == "__main__":
 
 
 def test_a_spawned_process_that_begins_after_another_has_written_the_rendezvous_file(
-    run: Run, write: Write
+    run_warm: RunWarm, write: Write
 ) -> None:
     """Such a file counted as left over from an earlier run when it was older than the process, and
     not than the attempt.
     """
-    result = run("-n", "1", "train.py", cwd=write("train.py", BY_FILE).parent)
+    result = run_warm(write("train.py", BY_FILE), nproc=1)
     assert (result.rc, sorted(result.lines)) == (0, ["rank 0: 2", "rank 1: 2"]), result.everything
 
 
@@ -186,8 +175,7 @@ def end(number, context):
     while not context.join():
         pass
 
-if __name__ == "__main__":
-    calls, size = map(int, sys.argv[1:])
+def spawn(calls, size):
     former = None
     for number in range(calls):
         context = mp.start_processes(work, args=(f"go{number}",), nprocs=size, join=False, start_method="fork")
@@ -195,28 +183,25 @@ if __name__ == "__main__":
             end(number - 1, former)
         former = context
     end(calls - 1, former)
-    print("all ended")
+    for number in range(calls):
+        os.remove(f"go{number}")
+    print(calls, "x", size, "ended")
+
+if __name__ == "__main__":
+    spawn(16, 3)  # too many in all
+    spawn(1, 20)  # too many at once
 """
 
 
-@pytest.mark.parametrize(("calls", "size"), [(16, 3), (1, 20)], ids=["in all", "at once"])
 def test_more_spawned_processes_than_the_launcher_has_descriptors_for(
-    run: Run, write: Write, calls: int, size: int
+    run: Run, write: Write
 ) -> None:
     """It kept two for each, also for those that had ended while another one lived, and ended the
     job when there were no more.
     """
     limited = ("prlimit", "--nofile=60", sys.executable, "-P", "-m", "rallypoint", "run")
-    result = run(
-        "-n",
-        "1",
-        "train.py",
-        str(calls),
-        str(size),
-        cwd=write("train.py", MANY).parent,
-        launcher=limited,
-    )
-    assert (result.rc, result.lines) == (0, ["all ended"]), result.everything
+    result = run("-n", "1", "train.py", cwd=write("train.py", MANY).parent, launcher=limited)
+    assert (result.rc, result.lines) == (0, ["16 x 3 ended", "1 x 20 ended"]), result.everything
 
 
 NOTICED = """\

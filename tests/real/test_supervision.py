@@ -21,7 +21,8 @@ import pytest
 
 from rallypoint.launcher.agent.supervisor import ONE_SIGNAL
 
-from .job import DEADLINE, MARKER, Result, processes, run_job
+from .conftest import RunWarm
+from .job import DEADLINE, MARKER, SCRIPTS, Result, processes, run_job
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
@@ -69,9 +70,10 @@ def standing_still(state: Path, ranks: set[int]) -> Callable[[], bool]:
     which takes its time to get there.
     """
     looks: list[list[str]] = []
+    pids: list[int] = []
 
     def still() -> bool:
-        pids = [
+        pids[:] = pids or [
             e["details"]["pid"]
             for e in events(state)
             if e["what"] == "worker-started" and e["rank"] in ranks
@@ -119,12 +121,19 @@ def test_nothing_survives_a_launcher_s_process(tmp_path: Path, victims: tuple[st
         assert result.rc == 137
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_rank_that_ignores_sigterm_does_not_outlive_the_guard(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('is up', flush=True)\ntime.sleep(1000)\n"
+    )
+
     def act(process: subprocess.Popen[bytes]) -> None:
-        said(tmp_path, process, "rank 0 sleeps")
+        said(tmp_path, process, "is up", 2)
         os.kill(helper(tmp_path, "guard", process.pid), signal.SIGKILL)
 
-    result = run_job(["-n", "2", "stopping.py", "ignore"], state=tmp_path, act=act)
+    result = run_job(["-n", "2", program], state=tmp_path, act=act)
     assert result.codes == ["launcher-died"], result.everything
     assert not any(
         e["what"] == "stop-sent" for e in result.events
@@ -185,18 +194,18 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert f"{os.sep}src{os.sep}rallypoint{os.sep}" not in log  # only the user's frames
 
 
-def test_a_crash_names_the_line(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", "family.py", "segfault"], state=tmp_path)
-    assert (result.rc, result.codes) == (139, ["rank-crashed"]), result.everything
+def test_a_crash_names_the_line(run_warm: RunWarm) -> None:
+    result = run_warm(SCRIPTS / "family.py", "segfault")
+    assert result.codes == ["rank-crashed"], result.everything
     assert "family.py:39 in main" in result.report
 
 
 @pytest.mark.parametrize("answer", ["raise", "abort", "exit"])
-def test_the_killed_rank_is_the_cause_whatever_its_peers_do(tmp_path: Path, answer: str) -> None:
+def test_the_killed_rank_is_the_cause_whatever_its_peers_do(run_warm: RunWarm, answer: str) -> None:
     """The short form of `scripts/soak root-cause`."""
     steps = random.Random(answer).randrange(300)
-    result = run_job(["-n", "4", "peers.py", answer, str(steps)], state=tmp_path)
-    assert (result.rc, result.codes) == (137, ["rank-killed"]), result.everything
+    result = run_warm(SCRIPTS / "peers.py", answer, str(steps), nproc=4)
+    assert result.codes == ["rank-killed"], result.everything
     assert "rank 1 was killed by SIGKILL" in result.report
 
 
@@ -288,7 +297,7 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
     ],
 )
 def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
-    tmp_path: Path, how: str, call: str
+    without_compiler: None, tmp_path: Path, how: str, call: str
 ) -> None:
     """Rank 0 stood in all_reduce, where no handler runs, and was killed 0.2 s after the signal
     whatever `--grace` said: the checkpoint of every preempted job was lost. The long form is
@@ -303,9 +312,7 @@ def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)
 
-    # Its text names DistributedDataParallel, for which the template imports torch._dynamo.
-    preload = () if call == "ddp" else ("--preload", "none")
-    arguments = ("-n", "2", "--grace", "80", *preload, "saving.py", how, call)
+    arguments = ("-n", "2", "--grace", "80", "saving.py", how, call)
     result = run_job(arguments, state=tmp_path, act=act)
     assert result.rc == (143 if how == "flag" else 130), result.everything
     assert sorted(line for line in result.lines if "has saved" in line) == [
@@ -448,13 +455,13 @@ def test_when_the_restarts_are_used_up_the_code_is_the_rank_s(tmp_path: Path) ->
     assert result.rc == 3, result.everything
 
 
-def test_a_group_that_is_opened_again_meets_anew(tmp_path: Path) -> None:
+def test_a_group_that_is_opened_again_meets_anew(run_warm: RunWarm, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
         "import torch, torch.distributed as dist\nfor turn in range(3):\n    dist.init_process_group('gloo')\n    x = torch.ones(1)\n"
         "    dist.all_reduce(x)\n    print(f'turn {turn} sums {x.item():g}', flush=True)\n    dist.destroy_process_group()\n"
     )
-    result = run_job(["-n", "2", program], state=tmp_path)
+    result = run_warm(program)
     assert result.rc == 0, result.everything
     assert [result.out.count(f"turn {turn} sums 2") for turn in range(3)] == [2, 2, 2]
 
@@ -597,15 +604,15 @@ def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(
 
 @pytest.mark.torch
 def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_report(
-    tmp_path: Path,
+    run_warm: RunWarm, tmp_path: Path
 ) -> None:
     program = tmp_path / "train.py"
     program.write_text(
         "import os, signal\nimport torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
         "if dist.get_rank() == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(1))\n"
     )
-    result = run_job(["-n", "3", "--on-failure", "continue", str(program)], state=tmp_path)
-    assert (result.rc, result.codes) == (137, ["rank-killed"]), result.everything
+    result = run_warm(program, nproc=3, on_failure="continue")
+    assert result.codes == ["rank-killed"], result.everything
     # Where the others' ends are read before that of rank 1, they stand in its report.
     told = ("followed rank 1: all_reduce: ", "ranks 0 and 2 lost the connection to a peer")
     assert any(words in result.err for words in told), result.everything

@@ -10,6 +10,7 @@ import pytest
 
 from rallypoint.diagnosis.evidence import memory_counters
 
+from .conftest import RunWarm
 from .job import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -223,14 +224,16 @@ finally:
 """
 
 
-def _write(folder: Path, text: str) -> str:
+def _write(folder: Path, text: str) -> Path:
     program = folder / "train.py"
     program.write_text(text)
-    return str(program)
+    return program
 
 
-def test_a_worker_of_a_loader_that_was_killed_is_the_cause(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, LOADER)], state=tmp_path)
+def test_a_worker_of_a_loader_that_was_killed_is_the_cause(
+    run_warm: RunWarm, tmp_path: Path
+) -> None:
+    result = run_warm(_write(tmp_path, LOADER))
     assert result.codes == ["rank-killed"], result.everything
     assert result.report.startswith(
         "error[rank-killed]: a DataLoader worker of rank 1 was killed by SIGKILL\n"
@@ -248,17 +251,17 @@ def test_a_pool_does_not_say_how_its_process_ended(tmp_path: Path) -> None:
     assert ("its oom_kill count did not change" in result.prose) == counted, result.everything
 
 
-def test_a_process_whose_end_its_rank_has_not_noticed(tmp_path: Path) -> None:
+def test_a_process_whose_end_its_rank_has_not_noticed(run_warm: RunWarm, tmp_path: Path) -> None:
     """The report sent the user to a longer timeout, and had no word of the loader."""
-    result = run_job(["-n", "2", _write(tmp_path, DEAD_LOADER)], state=tmp_path)
+    result = run_warm(_write(tmp_path, DEAD_LOADER))
     assert result.codes == ["ranks-missing"], result.everything
     told = ", which rank 1 had started, was killed by SIGKILL; rank 1 has not noticed it"
     assert told in result.prose, result.everything
 
 
-def test_a_task_that_is_lost_with_a_process_of_a_pool(tmp_path: Path) -> None:
+def test_a_task_that_is_lost_with_a_process_of_a_pool(run_warm: RunWarm, tmp_path: Path) -> None:
     """The Pool had reaped the process, so nobody told of it, and the advice was to wait longer."""
-    result = run_job(["-n", "2", _write(tmp_path, LOST_POOL)], state=tmp_path)
+    result = run_warm(_write(tmp_path, LOST_POOL))
     assert result.codes == ["ranks-missing"], result.everything
     assert ", which rank 1 had started, was killed by SIGKILL; its Pool" in result.prose, (
         result.everything
@@ -268,9 +271,10 @@ def test_a_task_that_is_lost_with_a_process_of_a_pool(tmp_path: Path) -> None:
 
 
 def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(
+    run_warm: RunWarm,
     tmp_path: Path,
 ) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, CLEARING_UP)], state=tmp_path)
+    result = run_warm(_write(tmp_path, CLEARING_UP))
     assert result.codes == ["rank-raised"], result.everything
     assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n"), (
         result.everything
@@ -285,7 +289,7 @@ def test_a_checkpoint_failed_in_the_rank_that_torch_names_by_its_number_in_a_gro
 ) -> None:
     """It was said that both raised an exception of torch's, which has the ranks' own in its text."""
     preload = ["--preload", "torch.distributed.checkpoint"]  # once, not in each rank
-    arguments = ["-n", "3", *preload, _write(tmp_path, CHECKPOINT)]
+    arguments = ["-n", "3", *preload, str(_write(tmp_path, CHECKPOINT))]
     whole_torch = {"PYTHONPATH": ""}  # this module imports its parts in another order
     result = run_job(arguments, state=tmp_path, cwd=tmp_path, env=whole_torch)
     assert result.codes == ["rank-raised"], result.everything
@@ -303,8 +307,10 @@ def test_who_closes_down_while_the_others_lose_it_has_left_early(tmp_path: Path)
     assert result.report.startswith("error[rank-left-early]: rank 0 "), result.everything
 
 
-def test_who_has_closed_its_group_and_works_on_has_left_early(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, CLOSES_FIRST)], state=tmp_path)
+def test_who_has_closed_its_group_and_works_on_has_left_early(
+    run_warm: RunWarm, tmp_path: Path
+) -> None:
+    result = run_warm(_write(tmp_path, CLOSES_FIRST))
     assert result.codes == ["rank-left-early"], result.everything
     assert result.report.startswith(
         "error[rank-left-early]: rank 0 closed its process group while others still needed it\n"
@@ -312,33 +318,37 @@ def test_who_has_closed_its_group_and_works_on_has_left_early(tmp_path: Path) ->
     assert "train.py:9, pid" in result.prose, result.everything
 
 
-def test_a_loss_that_torch_tells_nobody_of_is_known_from_the_exit_after_it(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, UNHEARD)], state=tmp_path)
-    assert (result.rc, result.codes) == (4, ["rank-exited"]), result.everything
+def test_a_loss_that_torch_tells_nobody_of_is_known_from_the_exit_after_it(
+    run_warm: RunWarm, tmp_path: Path
+) -> None:
+    result = run_warm(_write(tmp_path, UNHEARD))
+    assert result.codes == ["rank-exited"], result.everything
     assert result.report.startswith("error[rank-exited]: rank 1 exited with code 4\n"), (
         result.everything
     )
 
 
-def test_what_was_handled_is_not_the_cause(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, HALVES)], state=tmp_path)
+def test_what_was_handled_is_not_the_cause(run_warm: RunWarm, tmp_path: Path) -> None:
+    result = run_warm(_write(tmp_path, HALVES))
     assert result.report.startswith(
         "error[rank-raised]: rank 1 raised ValueError: target 11 is out of bounds\n"
     ), result.everything
 
 
-def test_where_either_may_be_the_cause_both_are_shown(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", _write(tmp_path, ON_THE_CPU)], state=tmp_path)
+def test_where_either_may_be_the_cause_both_are_shown(run_warm: RunWarm, tmp_path: Path) -> None:
+    result = run_warm(_write(tmp_path, ON_THE_CPU))
     assert result.codes == ["rank-out-of-memory"], result.everything
     assert "(likely)" in result.report, result.everything
     assert "    | ValueError: target 11 is out of bounds\n" in result.report, result.everything
 
 
 @pytest.mark.parametrize("asynchronous", ["", ", async_op=True).wait("])
-def test_a_loss_that_from_none_hides_is_no_cause(tmp_path: Path, asynchronous: str) -> None:
+def test_a_loss_that_from_none_hides_is_no_cause(
+    run_warm: RunWarm, tmp_path: Path, asynchronous: str
+) -> None:
     """torch reports to nobody what `wait` raises."""
     program = HIDES.replace("REDUCES", f"dist.all_reduce(torch.ones(1){asynchronous})")
-    result = run_job(["-n", "2", _write(tmp_path, program)], state=tmp_path)
+    result = run_warm(_write(tmp_path, program))
     assert result.report.startswith("error[rank-left-early]: rank 1 "), result.everything
     assert "and then raised ValueError: training diverged" in result.prose, result.everything
 
@@ -349,7 +359,7 @@ def test_a_traceback_that_was_logged_long_before_an_exit_is_a_likely_cause_alone
     tmp_path: Path, then: str, line: str
 ) -> None:
     """An exception that was handled was told as what had ended the rank, and certain."""
-    job = ["-n", "2", "--preload", "none", _write(tmp_path, LOGS_AND_GOES_ON), then]
+    job = ["-n", "2", "--preload", "none", str(_write(tmp_path, LOGS_AND_GOES_ON)), then]
     result = run_job(job, state=tmp_path)
     assert result.codes == ["rank-raised"], result.everything
     assert ("(likely)" in result.prose) == bool(line), result.everything
@@ -357,8 +367,10 @@ def test_a_traceback_that_was_logged_long_before_an_exit_is_a_likely_cause_alone
     assert line in result.prose, result.everything
 
 
-def test_who_comes_when_the_others_have_just_given_up_came_too_late(tmp_path: Path) -> None:
+def test_who_comes_when_the_others_have_just_given_up_came_too_late(
+    run_warm: RunWarm, tmp_path: Path
+) -> None:
     """It loses them in the same call: the report said that no rank shows a cause."""
-    result = run_job(["-n", "3", _write(tmp_path, LATE)], state=tmp_path, cwd=tmp_path)
+    result = run_warm(_write(tmp_path, LATE), nproc=3)
     assert result.codes == ["ranks-missing"], result.everything
     assert "waited in all_reduce until the timeout; rank 2 " in result.report, result.everything
