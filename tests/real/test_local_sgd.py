@@ -16,13 +16,12 @@ from .job import DEADLINE, Result, run_job
 from .test_scripts_of_others import EXAMPLES, needs
 from .test_supervision import events
 
-pytestmark = [pytest.mark.usefixtures("torch_in_parts"), pytest.mark.torch, needs("sklearn")]
+pytestmark = [pytest.mark.usefixtures("without_compiler"), pytest.mark.torch, needs("sklearn")]
 
 EXAMPLE = EXAMPLES / "local_sgd.py"
-# Optimizers and DistributedDataParallel import torch._dynamo: once, and not in each rank.
-PRELOAD = ("--preload", "sklearn.datasets,torch._dynamo")
+PRELOAD = ("--preload", "sklearn.datasets,torch._dynamo")  # once, and not in each rank
 # Both have learnt by then, and from there on alike.
-EPOCHS = ("--epochs", "6", "--lr", "6e-3")
+EPOCHS = ("--epochs", "3", "--lr", "6e-3")
 # One after the other in the same ranks: what both import is imported once.
 BOTH = f"""\
 import runpy
@@ -38,12 +37,12 @@ def accuracies(result: Result) -> dict[int, float]:
 
 
 def test_it_learns_as_well_as_ddp(run: Run, write: Write) -> None:
-    result = run("-n", "4", *PRELOAD, write("both.py", BOTH), *EPOCHS)
+    result = run("-n", "2", *PRELOAD, write("both.py", BOTH), *EPOCHS)
     assert result.rc == 0, result.everything
     found = accuracies(result)
-    assert set(found) == {0, 1, 2, 3}, result.everything
+    assert set(found) == {0, 1}, result.everything
     assert len(set(found.values())) == 1, result.everything  # the same model
-    assert len([line for line in result.lines if "first step, loss" in line]) == 4, (
+    assert len([line for line in result.lines if "first step, loss" in line]) == 2, (
         result.everything
     )
     accuracy = re.search(r"^\[0\] test accuracy (\S+)$", result.out, re.MULTILINE)
@@ -59,12 +58,12 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
     def kill_one(process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until and process.poll() is None:
-            for path in tmp_path.glob("rallypoint/runs/*/rank2.log"):
-                if b"step 8: the mean of 4 of 4" in path.read_bytes():
+            for path in tmp_path.glob("rallypoint/runs/*/rank1.log"):
+                if b"step 8: the mean of 3 of 3" in path.read_bytes():
                     (started,) = (
                         found
                         for found in events(tmp_path)
-                        if (found["what"], found.get("rank")) == ("worker-started", 2)
+                        if (found["what"], found.get("rank")) == ("worker-started", 1)
                     )
                     os.kill(started["details"]["pid"], signal.SIGKILL)
                     return
@@ -72,22 +71,22 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
 
     arguments = (
         "-n",
-        "4",
+        "3",
         *PRELOAD,
         "--on-failure",
         "continue",
         EXAMPLE,
         *EPOCHS,
         "--quorum",
-        "3",
+        "2",
     )
     result = run_job(arguments, state=tmp_path, act=kill_one)
     assert result.codes == ["rank-killed"], result.everything
     assert result.rc == 128 + signal.SIGKILL, result.everything
     found = accuracies(result)
-    assert set(found) == {0, 1, 3}, result.everything
+    assert set(found) == {0, 2}, result.everything
     assert len(set(found.values())) == 1, result.everything
     assert found[0] > 0.95, result.everything
-    assert re.search(r"^\[0\] step \d+: the mean of 3 of 4$", result.out, re.MULTILINE), (
+    assert re.search(r"^\[0\] step \d+: the mean of 2 of 3$", result.out, re.MULTILINE), (
         result.everything
     )
