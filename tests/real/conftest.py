@@ -13,7 +13,6 @@ import pytest
 from .job import Result, run_job
 from .warm import WarmLauncher
 
-PARTS = Path(__file__).parents[1] / "torch_in_parts"
 WITHOUT_COMPILER = Path(__file__).parents[1] / "torch_without_compiler"
 
 
@@ -64,7 +63,7 @@ def without_compiler(torch_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> N
 def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
     """Keep a template with torch for all tests; scripts/matrix has it import torch as a whole."""
     whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
-    paths = filter(None, ["" if whole else str(PARTS), os.environ.get("PYTHONPATH")])
+    paths = filter(None, ["" if whole else str(WITHOUT_COMPILER), os.environ.get("PYTHONPATH")])
     env = {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",  # else one rank has another template than several
