@@ -151,36 +151,37 @@ def test_one_inside_another_package_is_learnt(start: Start, write: Write, tmp_pa
 IN_THE_TEMPLATE = "import os\nif 'RANK' not in os.environ:\n    "
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
-        "raise RuntimeError('not here')",
-        "raise SystemExit(0)",
-        "import ctypes; ctypes.string_at(0)",
-        "os._exit(3)",
-        # it hangs, and its deadline comes sooner
-        "import signal, time; assert signal.alarm(1) > 1; time.sleep(1000)",
-    ],
-    ids=["thread", "raises", "exits", "crashes", "leaves", "hangs"],
-)
+SPOILS = {
+    "thread": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "raises": "raise RuntimeError('not here')",
+    "exits": "raise SystemExit(0)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "leaves": "os._exit(3)",
+    # Its deadline comes sooner.
+    "hangs": "import signal, time; assert signal.alarm(1) > 1; time.sleep(1000)",
+}
+
+
 def test_one_that_spoils_the_template_is_left_to_the_ranks_for_good(
-    start: Start, write: Write, tmp_path: Path, text: str
+    start: Start, write: Write, tmp_path: Path
 ) -> None:
     """The job goes on without a word, forked from another template: the user has not asked for that
     import.
     """
-    write("site-packages/torch.late_part.py", SLOW + IN_THE_TEMPLATE + text + "\n")
     assert said(start()) == (0, {"late True"}, "")
-    assert said(start()) == (0, {"late True"}, "")
-    found = remembered(tmp_path)
-    assert found["parts"] == []
-    assert list(dict(found["spoilt"])) == ["torch.late_part"]  # type: ignore[call-overload]
-    again = start("--run-dir", str(tmp_path / "third"))
-    assert said(again) == (0, {"late True"}, "")
-    assert (
-        "template-renewed" not in (tmp_path / "third" / "events.jsonl").read_text()
-    )  # it was not tried again
+    (learnt,) = (tmp_path / "state" / "rallypoint" / "learnt").iterdir()
+    before = learnt.read_bytes()
+    for name, text in SPOILS.items():
+        learnt.write_bytes(before)
+        write("site-packages/torch.late_part.py", SLOW + IN_THE_TEMPLATE + text + "\n")
+        assert said(start()) == (0, {"late True"}, ""), name
+        found = remembered(tmp_path)
+        assert found["parts"] == [], name
+        assert list(dict(found["spoilt"])) == ["torch.late_part"], name  # type: ignore[call-overload]
+        again = start("--run-dir", str(tmp_path / name))
+        assert said(again) == (0, {"late True"}, ""), name
+        # It was not tried again.
+        assert "template-renewed" not in (tmp_path / name / "events.jsonl").read_text(), name
 
 
 def test_one_that_was_removed_since_is_forgotten(

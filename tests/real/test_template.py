@@ -20,7 +20,7 @@ import pytest
 from rallypoint.host.signals import ATTENTION_SIGNAL
 from rallypoint.launcher.agent.template_messages import IMPORT_PATIENCE
 
-from .conftest import Run, Write
+from .conftest import Run, RunWarm, Write
 from .job import DEADLINE, MARKER, environment, on_terminal
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
@@ -73,7 +73,11 @@ def look_alone(
     return dict(json.loads(found.read_text()))
 
 
-@pytest.fixture(scope="module", params=[None, as_given], ids=["plainly", "as given"])
+@pytest.fixture(
+    scope="module",
+    params=[(None, {}), (as_given, {"OMP_NUM_THREADS": "999"}), (None, {"OMP_NUM_THREADS": "1"})],
+    ids=["plainly", "as given", "one thread"],
+)
 def seen(
     torch_in_parts_of_module: None,
     request: pytest.FixtureRequest,
@@ -84,13 +88,15 @@ def seen(
 
     folder = tmp_path_factory.mktemp("look")
     found = folder / "plain.json"  # the same name, so that the arguments are the same
-    fresh = look_alone(folder, before=request.param)
+    before, env = request.param
+    fresh = look_alone(folder, before=before, **env)
     found.unlink()
     result = run_job(
         ["-n", "1", SCRIPTS / "look.py", found, "--torch"],
         state=folder,
         cwd=folder,
-        before=request.param,
+        before=before,
+        env=env,
     )
     assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
     return fresh, json.loads(found.read_text())
@@ -226,32 +232,22 @@ def test_our_hold_on_it(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     )  # the template's
 
 
-@pytest.mark.parametrize("threads", ["1", "999"])
-def test_as_many_threads_as_a_fresh_process(run: Run, tmp_path: Path, threads: str) -> None:
-    fresh = look_alone(tmp_path, before=None, OMP_NUM_THREADS=threads)
-    result = run(
-        SCRIPTS / "look.py",
-        tmp_path / "forked.json",
-        "--torch",
-        cwd=tmp_path,
-        env={"OMP_NUM_THREADS": threads},
-    )
-    assert result.rc == 0, result.everything
-    forked = json.loads((tmp_path / "forked.json").read_text())
+def test_as_many_threads_as_a_fresh_process(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = seen
     for key in ("openblas", "gomp", "threads after torch"):
         assert forked[key] == fresh[key], key
     assert forked["torch"]["threads"] == fresh["torch"]["threads"]
     assert "OPENBLAS_NUM_THREADS" not in forked["environ"]
 
 
-def test_ranks_draw_different_numbers(run: Run, write: Write) -> None:
+def test_ranks_draw_different_numbers(run_warm: RunWarm, write: Write) -> None:
     program = write(
         "train.py",
         "import json, random, torch, numpy, uuid\n"
         "numbers = [torch.initial_seed(), torch.rand(1).item(), numpy.random.rand(), random.random(), str(uuid.uuid4())]\n"
         "print(json.dumps({'all': numbers}))\n",
     )
-    result = run("-n", "2", program)
+    result = run_warm(program)
     one, other = (value["all"] for value in result.values())
     assert all(a != b for a, b in zip(one, other, strict=True)), result.everything
 
