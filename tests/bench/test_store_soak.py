@@ -13,7 +13,7 @@ from bench import store_soak
 
 def test_adds_through_resets_of_one_side_and_a_black_hole(tmp_path: Path) -> None:
     outcome = store_soak.adds(
-        random.Random(1), 0, tmp_path, clients=3, each=400, hole=1.0, limit=90.0
+        random.Random(1), 0, tmp_path, clients=3, each=150, hole=1.0, limit=90.0
     )
     assert outcome.wrong == []
     assert "all adds" in outcome.times

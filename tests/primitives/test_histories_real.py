@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bench.outcome import Outcome
-from bench.primitives_soak import KINDS
+from bench.primitives_soak import KINDS, crowd
 
 from bench import primitives_soak
 
@@ -19,8 +19,13 @@ SLACK = 10.0
 That it comes at all is tested here.
 """
 
-SCENES = [number for number, kind in enumerate(KINDS) if kind not in KINDS[:number]]
-"""Each once."""
+_SCENARIOS = [scenario for _, scenario, _ in KINDS]
+SCENES = [
+    number
+    for number, kind in enumerate(KINDS)
+    if kind[1] not in _SCENARIOS[:number] or (kind[1] is crowd and kind not in KINDS[:number])
+]
+"""Each scenario once, and a crowd by TCP as well as by a Unix socket."""
 
 
 @pytest.mark.parametrize("number", SCENES, ids=[KINDS[number][0] for number in SCENES])

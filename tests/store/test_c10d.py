@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -903,15 +904,14 @@ def test_a_process_that_stood_still_goes_on(
 # --- process groups ---
 
 PROGRAM = '''
-"""argv: what to do, how many ranks, the store's address and secret. Imports torch once and forks the ranks."""
+"""argv: for each job what to do, how many ranks, and its store's address and secret. Imports torch once and forks the ranks."""
 import gc, os, sys, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import rallypoint
 
-what, size, address, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
 torch.set_num_threads(1)
-if what == "groups_and_ddp":
+if "groups_and_ddp" in sys.argv:
     import torch._dynamo  # DistributedDataParallel does: once, and not in each rank
 
 
@@ -1007,26 +1007,41 @@ def nccl(rank):
 
 
 gc.freeze()  # the ranks' rounds of the collector need not look at torch
-children = []
-for rank in range(size):
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            globals()[what](rank)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    children.append(child)
-statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-sys.exit(0 if statuses == [0] * size else f"exit statuses of the ranks: {statuses}")
+failed = {}
+for what, size, address, secret in zip(*(sys.argv[first::4] for first in range(1, 5))):
+    size, secret, children = int(size), bytes.fromhex(secret), []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                globals()[what](rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if statuses != [0] * size:
+        failed[what] = statuses
+sys.exit(f"exit statuses of the ranks: {failed}" if failed else 0)
 '''
 
 
-def ranks(what: str, size: int, address: str, secret: bytes) -> None:
+class Ranks(NamedTuple):
+    """What ranks do over the store of a server."""
+
+    what: str
+    size: int
+    server: Server | rallypoint.Server
+
+    def words(self) -> list[str]:
+        return [self.what, str(self.size), self.server.address, self.server.secret.hex()]
+
+
+def run_ranks(*jobs: Ranks) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -1034,27 +1049,10 @@ def ranks(what: str, size: int, address: str, secret: bytes) -> None:
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, what, str(size), address, secret.hex()],
+        [sys.executable, "-c", PROGRAM, *(word for job in jobs for word in job.words())],
         env=environment, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(
-    ("what", "size"),
-    [
-        ("groups_and_ddp", 4),  # whose groups are of two
-        ("absent_at_monitored_barrier", 2),
-        ("absent_at_start", 2),
-    ],
-)
-def test_process_groups(what: str, size: int) -> None:
-    server = rallypoint.serve()
-    try:
-        ranks(what, size, server.address, server.secret)
-    finally:
-        server.stop()
 
 
 @pytest.mark.torch
@@ -1065,7 +1063,7 @@ def test_process_groups_of_nccl() -> None:
         pytest.skip("this torch has no CUDA or no NCCL")
     server = rallypoint.serve()
     try:
-        ranks("nccl", torch.cuda.device_count(), server.address, server.secret)
+        run_ranks(Ranks("nccl", torch.cuda.device_count(), server))
     finally:
         server.stop()
 
@@ -1086,24 +1084,37 @@ def _listening() -> set[str]:
     return mine & found
 
 
-@pytest.mark.torch
-def test_a_process_group_opens_over_a_unix_socket_with_no_port_of_ours(tmp_path: Path) -> None:
-    before = _listening()
+def _local_server(folder: Path) -> Server:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    path = str(tmp_path / "s")
-    if len(path) > 107:
-        pytest.skip("the temporary folder's name is too long for a Unix socket")
+    path = str(folder / "s")
     listener.bind(path)
     os.chmod(path, 0o600)
     listener.listen(64)
     server = Server(listeners=[listener])
     server.start()
-    try:
-        assert server.address == f"unix://{path}"
-        ranks("groups", 2, server.address, server.secret)
+    assert server.address == f"unix://{path}"
+    return server
+
+
+ABSENT = ("absent_at_monitored_barrier", "absent_at_start")
+
+
+@pytest.mark.torch
+def test_process_groups() -> None:
+    """One of them opens over a Unix socket, with no port of ours."""
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        # the groups are of two
+        for what, size in {"groups_and_ddp": 4, **dict.fromkeys(ABSENT, 2)}.items():
+            server = rallypoint.serve()
+            stack.callback(server.stop)
+            jobs.append(Ranks(what, size, server))
+        before = _listening()
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # of a short name
+        local = _local_server(Path(folder))
+        stack.callback(local.stop)
+        run_ranks(Ranks("groups", 2, local), *jobs)
         assert _listening() == before
-    finally:
-        server.stop()
 
 
 # --- the guide ---
