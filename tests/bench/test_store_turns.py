@@ -59,8 +59,8 @@ def test_mixed_counts_what_was_uploaded() -> None:
 
 
 def test_the_peer_takes_part() -> None:
-    taken = one(PEER, "throughput", 2, warm=3, seconds=0.03)
-    assert len(taken["results"]) == 2
+    taken = one(PEER, "throughput", 1, warm=3, seconds=0.03)
+    assert len(taken["results"]) == 1
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -182,7 +182,7 @@ FAULTS: dict[str, Callable[[ChaosProxy], Any]] = {
 """By bytes, so that the speed of this machine does not matter. Resets by time come seldom enough for
 a client on a busy machine to connect between two of them."""
 
-ADDS = 150
+ADDS = 100
 
 ADD = f"""
 import json, sys, threading
@@ -220,7 +220,7 @@ def test_adds_of_processes_and_threads_are_exact(
 def test_queues_lose_nothing_and_double_nothing(
     proxy: ChaosProxy, connect: Callable[[], Store]
 ) -> None:
-    count = 100
+    count = 60
     sizes = random.Random(SEED)
     items = [
         [(producer, number, bytes(sizes.choice([0, 100, 80_000]))) for number in range(count)]
@@ -347,8 +347,8 @@ def test_reconnects_leave_no_thread_and_no_descriptor(
 
     break_it(10)
     threads, (files, _) = threading.active_count(), left()
-    break_it(100)
-    assert store.statistics()["reconnects"] > 50  # what strikes no connection is no outage
+    break_it(50)
+    assert store.statistics()["reconnects"] > 25  # what strikes no connection is no outage
     until(lambda: proxy.statistics().open <= 4)
     until(lambda: threading.active_count() <= threads + 4)
     until(lambda: left()[0].total() <= files.total() + 16 and left()[1] <= 16)
