@@ -176,6 +176,12 @@ def test_the_default_place_is_the_users_state_folder() -> None:
     )
 
 
+def test_a_user_without_a_home_gets_no_folder_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container with a uid of its own the record went to ./~, which `rm -r` takes for home."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert os.path.isabs(default_root({}))
+
+
 def test_a_default_place_that_cannot_be_written_costs_the_record_only(
     tmp_path: Path, said: list[str]
 ) -> None:
