@@ -3439,6 +3439,7 @@ def test_what_each_rank_said_where_their_words_differ() -> None:
     ("error", "shown"),
     [
         (raised("RuntimeError", "can't start new thread", (MAIN,)), True),
+        (raised("RuntimeError", "Resource temporarily unavailable", (MAIN,)), True),
         (
             raised(
                 "BlockingIOError",
@@ -3458,7 +3459,7 @@ def test_what_each_rank_said_where_their_words_differ() -> None:
             False,
         ),
     ],
-    ids=["thread", "process", "lock"],
+    ids=["thread", "thread of C++", "process", "lock"],
 )  # fmt: skip
 def test_a_limit_of_threads_and_processes(error: Raised, shown: bool) -> None:
     (report,) = diagnose(job(*same(2, code=1, raised=error)))

@@ -58,7 +58,10 @@ SEE_LIMIT_OF_THREADS = Help(
 )
 
 _HELPS = (
-    (r"^can't start new thread$", (SEE_LIMIT_OF_THREADS,)),
+    (
+        r"^(can't start new thread|Resource temporarily unavailable)$",  # by Python, by C++
+        (SEE_LIMIT_OF_THREADS,),
+    ),
     (
         r"^context has already been set",
         (
