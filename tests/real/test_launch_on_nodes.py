@@ -18,7 +18,7 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launcher.agent import results_elsewhere
-from rallypoint.launcher.launch import launch
+from rallypoint.launcher.launch import launch, several_nodes
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("without_torch")]
 
@@ -166,6 +166,8 @@ def test_a_node_that_waits_for_the_others_heeds_ctrl_c(start: Start, place: str)
     ],
 )
 def test_a_call_that_cannot_be_is_refused(options: dict[str, Any], code: str) -> None:
+    counted = repr(several_nodes._calls)
     with pytest.raises(UsageError) as refused:
         launch.launch(print, **options)
     assert refused.value.code == code
+    assert repr(several_nodes._calls) == counted, "the next call would not meet the other nodes'"

@@ -48,7 +48,6 @@ def settle(
     nodes = Nodes(
         count=count,
         rank=rank,
-        call=next(_calls),
         job=environ.get("PET_RDZV_ID", ""),
         secret_file=secret_file or environ.get("RALLYPOINT_SECRET_FILE", ""),
         join_timeout=min(JOIN_TIMEOUT, timeout or JOIN_TIMEOUT),
@@ -96,6 +95,8 @@ def settle(
     else:
         nodes, secret, held = endpoint.settled(nodes, cluster, port_range)
         fds = [held.detach()] if held is not None else []
+    # Last: a call that is refused here is none, and the other nodes do not count it.
+    nodes = msgspec.structs.replace(nodes, call=next(_calls))
     found = SettledNodes(nodes=nodes, secret=secret, cluster=cluster, listens=bool(fds))
     if nodes.exchange and earlier is None:
         _keep(found, fds)
