@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher.agent import results_elsewhere
 from rallypoint.launcher.launch import launch, several_nodes
 
@@ -166,8 +166,19 @@ def test_a_node_that_waits_for_the_others_heeds_ctrl_c(start: Start, place: str)
     ],
 )
 def test_a_call_that_cannot_be_is_refused(options: dict[str, Any], code: str) -> None:
-    counted = repr(several_nodes._calls)
+    counted = several_nodes._calls
     with pytest.raises(UsageError) as refused:
         launch.launch(print, **options)
     assert refused.value.code == code
-    assert repr(several_nodes._calls) == counted, "the next call would not meet the other nodes'"
+    assert several_nodes._calls == counted, "the next call would not meet the other nodes'"
+
+
+def test_a_call_to_which_no_other_node_came_is_made_again(place: str, tmp_path: Path) -> None:
+    """The other node's first call was told to be another job's."""
+    secret, counted = tmp_path / "secret", several_nodes._calls
+    secret.touch(0o600)
+    secret.write_text(secrets.token_hex(32))
+    where = {"rdzv_endpoint": place, "secret_file": str(secret)}
+    with pytest.raises(EnvironmentProblem) as alone:
+        launch.launch(print, nnodes=2, node_rank=0, timeout=0.5, **where)
+    assert (alone.value.code, several_nodes._calls) == ("join-timeout", counted)

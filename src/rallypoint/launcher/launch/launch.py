@@ -174,6 +174,8 @@ def launch(
         else:
             request = request_to(agent, request, environment)
             end = LaunchCall(agent).run(request, [*packed.fds, *listener.fds])
+            if nodes and end.verdict.usable and not end.verdict.size:
+                several_nodes.uncount()
     results = results_of(end)
     if isinstance(results, BaseException):
         try:

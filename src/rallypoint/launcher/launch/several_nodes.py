@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ def settle(
     `several-nodes` where none of them says where node 0 is, `cluster-unclear` where the cluster has
     another number of nodes, and what `endpoint.settled` raises.
     """
+    global _calls
     environ = os.environ
     place = place or environ.get("PET_RDZV_ENDPOINT", "")
     if rank is None and (text := environ.get("PET_NODE_RANK", "")):
@@ -96,14 +96,22 @@ def settle(
         nodes, secret, held = endpoint.settled(nodes, cluster, port_range)
         fds = [held.detach()] if held is not None else []
     # Last: a call that is refused here is none, and the other nodes do not count it.
-    nodes = msgspec.structs.replace(nodes, call=next(_calls))
+    nodes = msgspec.structs.replace(nodes, call=_calls)
+    _calls += 1
     found = SettledNodes(nodes=nodes, secret=secret, cluster=cluster, listens=bool(fds))
     if nodes.exchange and earlier is None:
         _keep(found, fds)
     return msgspec.msgpack.encode(found), OwnedFds(fds)
 
 
-_calls = itertools.count()  # of launch over several nodes: all nodes make the same, in one order
+_calls = 0  # of launch over several nodes, so far: all nodes make the same, in one order
+
+
+def uncount() -> None:
+    """Forget the last call, in which the nodes did not come together: others may have made none."""
+    global _calls
+    _calls -= 1
+
 
 # What a cluster has handed over, which it does once for each process, and node 0's listener: the
 # calls that follow meet there, too.
