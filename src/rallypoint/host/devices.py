@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.host import visible_devices
 from rallypoint.host.kernel_files import text_of
@@ -146,7 +147,7 @@ def resolve(look: Look, environ: Mapping[str, str]) -> Visible:
     Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
     visible = visible_devices.read_list(environ.get("CUDA_VISIBLE_DEVICES"), look)
-    return msgspec.structs.replace(visible, by_bus=environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+    return replace(visible, by_bus=environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
 
 
 def missing(found: Found) -> str:
@@ -219,7 +220,7 @@ def look(root: str = "/") -> Look:
     for minor in sorted(minors, key=lambda one: (told.get(one, (one,))[0], one)):
         parts = _instances(os.path.join(driver_folder, "capabilities", f"gpu{minor}", "mig"))
         _, device = told.get(minor, (0, Device()))
-        devices.append(msgspec.structs.replace(device, instances=("",) * parts))
+        devices.append(replace(device, instances=("",) * parts))
     version = text_of(driver_folder, "version")
     numbered = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", version)
     driver = numbered[1] if numbered else ""
@@ -297,8 +298,8 @@ def look_closely(deadline: float = DEADLINE) -> Look:
         return files
     answer = _ask(deadline)
     if answer.problem:
-        return msgspec.structs.replace(files, problem=answer.problem)
-    return msgspec.structs.replace(answer, newer=files.newer)
+        return replace(files, problem=answer.problem)
+    return replace(answer, newer=files.newer)
 
 
 def _ask(deadline: float) -> Look:

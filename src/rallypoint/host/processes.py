@@ -295,7 +295,7 @@ def ended(info: os.waitid_result) -> tuple[int, int]:
     return 0, info.si_status
 
 
-def in_child(run: Callable[[], None]) -> int:
+def in_child(run: Callable[[], object]) -> int:
     """Fork; the child runs `run` and leaves with os._exit, whatever happens. Returns the child's
     pid.
 

@@ -158,12 +158,8 @@ def wait_for_disk(
     A dead network file system holds the process that asks it, deaf to SIGKILL: so a child asks. The
     caller must have one thread.
     """
-
-    def visit() -> None:
-        ask(folder)
-
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap the child
-    child = processes.in_child(visit)
+    child = processes.in_child(lambda: ask(folder))
     pidfd = system_calls.pidfd_open(child)
     try:
         if processes.wait_for_ends([pidfd], timeout):

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, rendezvous_mismatch
 from rallypoint.diagnosis.evidence import Raised
@@ -67,15 +67,15 @@ class WorkerMessages:
             case AtPhase(phase):
                 self._on_phase(handle, phase)
             case Caught(serial, raised):
-                self._on_caught(handle, serial, msgspec.structs.replace(raised, at=now))
+                self._on_caught(handle, serial, replace(raised, at=now))
             case ThreadEnded(raised):
-                handle.in_thread = handle.in_thread or msgspec.structs.replace(raised, at=now)
+                handle.in_thread = handle.in_thread or replace(raised, at=now)
             case Handles(raised):
-                handle.handles = raised and msgspec.structs.replace(raised, at=now)
+                handle.handles = raised and replace(raised, at=now)
             case Uncatch(serial):
                 handle.caught.pop(serial, None)
             case Uncaught(raised):
-                self._on_uncaught(handle, message, msgspec.structs.replace(raised, at=now))
+                self._on_uncaught(handle, message, replace(raised, at=now))
             case Leaving(0, line):
                 handle.exit_line = line
             case Leaving():

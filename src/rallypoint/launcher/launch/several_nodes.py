@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.clusters.detect import detect
 from rallypoint.errors import UsageError
@@ -54,7 +55,7 @@ def settle(
     )
     if place:
         host, port = _endpoint(place)
-        nodes = msgspec.structs.replace(nodes, host=host, ports=(port,))
+        nodes = replace(nodes, host=host, ports=(port,))
     elif cluster is None or cluster.starts or cluster.left_over:
         raise _nowhere(count)
     else:
@@ -68,7 +69,7 @@ def settle(
                 help=(("give the number that it has started", f"nnodes={cluster.nodes}"),),
             )
         behind = tuple(range(MASTER_PORT + 1, MASTER_PORT + 1 + COORDINATION_PORTS))
-        nodes = msgspec.structs.replace(
+        nodes = replace(
             nodes,
             rank=cluster.node if rank is None else rank,
             host=cluster.host,
@@ -90,13 +91,13 @@ def settle(
         met = {
             name: getattr(earlier.nodes, name) for name in ("host", "ports", "lead", "local_addr")
         }
-        nodes, secret = msgspec.structs.replace(nodes, **met), earlier.secret
+        nodes, secret = replace(nodes, **met), earlier.secret
         fds = [os.dup(fd) for fd in _listener.fds]
     else:
         nodes, secret, held = endpoint.settled(nodes, cluster, port_range)
         fds = [held.detach()] if held is not None else []
     # Last: a call that is refused here is none, and the other nodes do not count it.
-    nodes = msgspec.structs.replace(nodes, call=_calls)
+    nodes = replace(nodes, call=_calls)
     _calls += 1
     found = SettledNodes(nodes=nodes, secret=secret, cluster=cluster, listens=bool(fds))
     if nodes.exchange and earlier is None:
