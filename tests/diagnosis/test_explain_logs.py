@@ -1099,6 +1099,7 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
                 "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_3>",
             )
         ),
+        ("RuntimeError: unable to write to file </torch_1234_0>", "rank-out-of-memory"),
         (
             "OSError: [Errno 28] No space left on device: '/dev/shm/cache/0.npy'",
             "rank-out-of-memory",

@@ -36,6 +36,7 @@ CAUSES = {
     ),
     "shared-memory": re.compile(
         r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory"
+        r"|unable to (write to|resize) file </torch_"  # before torch 1.13
         # torch's files there, and others by their path, before the reason or behind it
         r"|(</torch_|/dev/shm/).{0,300}No space left on device|No space left on device: '/dev/shm/"
         r"|killed by signal: Bus error",
