@@ -126,7 +126,7 @@ LINES = (
         "",
         r"^\s{0,8}objc\[(?P<pid>\d+)\]: .{1,400}\bCrashing instead\b|:\d+: failed assertion `"
         r"|\*\*\* Terminating app due to uncaught exception '",
-        by="Apple's libraries",
+        by="macOS",
         first=True,
         signal=int(signal.SIGABRT),
     ),

@@ -123,6 +123,6 @@ def is_explained(ended: Sighting, said: Iterable[Sighting]) -> bool:
     uncaught error.
     """
     rank = ended.end.rank
-    if ended.end.by in ("the C library", "Apple's libraries"):  # it names the reason
+    if ended.end.by in ("the C library", "macOS"):  # it names the reason
         return False
     return ended.end.signal == SIGABRT and any(rank < 0 or rank_of(s) in (rank, -1) for s in said)
