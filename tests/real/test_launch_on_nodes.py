@@ -178,7 +178,7 @@ def test_a_call_to_which_no_other_node_came_is_made_again(place: str, tmp_path: 
     secret, counted = tmp_path / "secret", several_nodes._calls
     secret.touch(0o600)
     secret.write_text(secrets.token_hex(32))
-    where = {"rdzv_endpoint": place, "secret_file": str(secret)}
+    where: dict[str, Any] = {"rdzv_endpoint": place, "secret_file": str(secret)}
     with pytest.raises(EnvironmentProblem) as alone:
         launch.launch(print, nnodes=2, node_rank=0, timeout=0.5, **where)
     assert (alone.value.code, several_nodes._calls) == ("join-timeout", counted)
