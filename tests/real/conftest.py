@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,3 +106,13 @@ def port() -> Iterator[int]:
         )  # torch sets it, too: then both may have it while only one listens
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+@pytest.fixture
+def places() -> Iterator[Path]:
+    """The folder for sockets: short enough for one, and empty at the end."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    yield folder
+    left = [str(path) for path in folder.rglob("*")]
+    shutil.rmtree(folder)
+    assert left == []

@@ -7,18 +7,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .conftest import Run, Write
-from .job import run_job
+from .conftest import Run, RunWarm, Write
+from .job import Result, run_job
 from .test_supervision import helper, said, wait_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -37,69 +34,6 @@ def where():
     secret = found.secret()
     return {"address": found.address, "secret": secret.hex(), "rank": found.identity.rank, "own": found.identity.pid == os.getpid()}
 """
-
-
-@pytest.fixture
-def places() -> Iterator[Path]:
-    """The folder for sockets: short enough for one, and empty at the end."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    yield folder
-    left = [str(path) for path in folder.rglob("*")]
-    shutil.rmtree(folder)
-    assert left == []
-
-
-@pytest.mark.usefixtures("without_torch")
-@WAYS
-def test_every_rank_has_it_and_what_it_forks_and_no_other_program(
-    run: Run, write: Write, places: Path, way: tuple[str, ...]
-) -> None:
-    write("where.py", WHERE)
-    program = write(
-        "train.py",
-        "import json, multiprocessing as mp, os, subprocess, sys\n"
-        "from where import where\n"
-        "def child(q): q.put(where())\n"
-        "def ask(kind):\n"
-        "    context = mp.get_context(kind)\n"
-        "    q = context.SimpleQueue()\n"
-        "    process = context.Process(target=child, args=(q,))\n"
-        "    process.start()\n"
-        "    answer = q.get()\n"
-        "    process.join()\n"
-        "    return answer\n"
-        "if __name__ == '__main__':\n"
-        "    program = 'import json; from where import where; print(json.dumps(where()))'\n"
-        "    executed = json.loads(subprocess.check_output([sys.executable, '-c', program], cwd=os.path.dirname(__file__)))\n"
-        "    print(json.dumps({'mine': where(), 'forked': ask('fork'), 'spawned': ask('spawn'), 'executed': executed,\n"
-        "          'store': os.environ['RALLYPOINT_STORE'], 'file': os.environ.get('RALLYPOINT_SECRET_FILE')}), flush=True)\n",
-    )
-    result = run(
-        "-n",
-        "2",
-        *way,
-        program,
-        env={"XDG_RUNTIME_DIR": str(places), "RALLYPOINT_SECRET_FILE": "/of/another/store"},
-    )
-    assert result.rc == 0, result.everything
-    ranks = result.values()
-    assert len({one["mine"]["secret"] for one in ranks}) == 1
-    for number, one in enumerate(ranks):
-        assert one["store"] == one["mine"]["address"]
-        assert one["store"].startswith(f"unix://{places}/rallypoint-")
-        assert one["file"] is None
-        assert (one["mine"]["rank"], one["mine"]["own"], len(one["mine"]["secret"])) == (
-            number,
-            True,
-            64,
-        )
-        assert one["forked"] == one["mine"]
-        for other in ("spawned", "executed"):
-            assert one[other]["code"] == "no-store"
-            assert (
-                one[other]["headline"]
-                == "this process has no secret for the store that RALLYPOINT_STORE names"
-            )
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -181,27 +115,42 @@ def memory_has(pid: int, wanted: bytes) -> bool:
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
-def test_the_secret_is_in_no_environment_no_command_line_and_not_in_the_template(
+def test_ranks_and_what_they_fork_have_it_and_no_environment_no_command_line_no_template(
     tmp_path: Path, write: Write, places: Path, way: tuple[str, ...]
 ) -> None:
+    """Nor another program, with or without a parent that has it."""
+    write("where.py", WHERE)
     program = write(
         "train.py",
-        "import os, time\nfrom rallypoint.store import discovery as place\n"
-        "kept = place.current().secret()\n"
-        "print('secret', kept.hex(), os.getpid(), flush=True)\n"
-        "while not os.path.exists(os.environ['GO']): time.sleep(0.01)\n",
+        "import json, multiprocessing as mp, os, subprocess, sys, time\n"
+        "from where import place, where\n"
+        "def child(q): q.put(where())\n"
+        "def ask(kind):\n"
+        "    context = mp.get_context(kind)\n"
+        "    q = context.SimpleQueue()\n"
+        "    process = context.Process(target=child, args=(q,))\n"
+        "    process.start()\n"
+        "    answer = q.get()\n"
+        "    process.join()\n"
+        "    return answer\n"
+        "if __name__ == '__main__':\n"
+        "    kept = place.current().secret()\n"
+        "    program = 'import json; from where import where; print(json.dumps(where()))'\n"
+        "    executed = json.loads(subprocess.check_output([sys.executable, '-c', program], cwd=os.path.dirname(__file__)))\n"
+        "    print(json.dumps({'mine': where(), 'forked': ask('fork'), 'spawned': ask('spawn'), 'executed': executed, 'pid': os.getpid(),\n"
+        "          'store': os.environ['RALLYPOINT_STORE'], 'file': os.environ.get('RALLYPOINT_SECRET_FILE')}), flush=True)\n"
+        "    while not os.path.exists(os.environ['GO']): time.sleep(0.01)\n",
     )
     go = tmp_path / "go"
     found: dict[str, bool] = {}
 
     def act(process: subprocess.Popen[bytes]) -> None:
-        said(tmp_path, process, "secret ", 2)
-        logs = [
-            log.read_text()
-            for log in sorted((tmp_path / "rallypoint" / "runs").glob("*-*/rank*.log"))
-        ]
-        secret = bytes.fromhex(logs[0].split()[-2])
-        ranks = [int(log.split()[-1]) for log in logs]
+        said(tmp_path, process, '"pid": ', 2)
+        runs = tmp_path / "rallypoint" / "runs"
+        logs = [log.read_text() for log in sorted(runs.glob("*-*/rank*.log"))]
+        told = [json.loads(log[log.index("{") :].splitlines()[0]) for log in logs]
+        secret = bytes.fromhex(told[0]["mine"]["secret"])
+        ranks = [one["pid"] for one in told]
         template = helper(tmp_path, "template", process.pid)
         for pid in (process.pid, template, helper(tmp_path, "guard", process.pid), *ranks):
             for file in ("environ", "cmdline"):
@@ -213,43 +162,39 @@ def test_the_secret_is_in_no_environment_no_command_line_and_not_in_the_template
         )  # where it must be found: they keep it
         go.touch()
 
-    result = run_job(
-        ["-n", "2", *way, program],
-        state=tmp_path,
-        act=act,
-        env={"XDG_RUNTIME_DIR": str(places), "GO": str(go)},
-    )
+    env = {
+        "XDG_RUNTIME_DIR": str(places),
+        "RALLYPOINT_SECRET_FILE": "/of/another/store",
+        "GO": str(go),
+    }
+    result = run_job(["-n", "2", *way, program], state=tmp_path, act=act, env=env)
     assert result.rc == 0, result.everything
     assert len(found) == 12
     assert {name for name, wrong in found.items() if wrong} == set()
     assert not any(event["what"] == "store-serves" for event in result.events), (
         "nobody has asked for anything"
     )
+    ranks = result.values()
+    assert len({one["mine"]["secret"] for one in ranks}) == 1
+    for number, one in enumerate(ranks):
+        assert one["store"] == one["mine"]["address"]
+        assert one["store"].startswith(f"unix://{places}/rallypoint-")
+        assert one["file"] is None
+        assert (one["mine"]["rank"], one["mine"]["own"], len(one["mine"]["secret"])) == (
+            number,
+            True,
+            64,
+        )
+        assert one["forked"] == one["mine"]
+        for other in ("spawned", "executed"):
+            assert one[other]["code"] == "no-store"
+            assert (
+                one[other]["headline"]
+                == "this process has no secret for the store that RALLYPOINT_STORE names"
+            )
 
 
-# --- nothing is left
-
-
-@pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize(
-    "victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join
-)
-def test_its_folder_is_gone_with_the_job(
-    tmp_path: Path, write: Write, places: Path, victims: tuple[str, ...]
-) -> None:
-    program = write(
-        "train.py",
-        "import os, time\nprint('is up', os.environ['RALLYPOINT_STORE'], flush=True)\ntime.sleep(1000)\n",
-    )
-
-    def act(process: subprocess.Popen[bytes]) -> None:
-        said(tmp_path, process, "is up", 2)
-        assert sorted(path.name for path in places.glob("*/*.sock")) == ["door.sock", "store.sock"]
-        for pid in [helper(tmp_path, victim, process.pid) for victim in victims]:
-            os.kill(pid, signal.SIGKILL)
-
-    run_job(["-n", "2", program], state=tmp_path, act=act, env={"XDG_RUNTIME_DIR": str(places)})
-    assert list(places.iterdir()) == []
+# --- nothing is left (with a job whose launcher dies: test_supervision.py)
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -308,42 +253,56 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(
 # --- in use
 
 
+USES = """\
+import json, os, torch, rallypoint
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 3
+    def __getitem__(self, index):
+        rallypoint.connect().add('samples')
+        return index
+if __name__ == '__main__':
+    store = rallypoint.connect()
+    rank = int(os.environ['RANK'])
+    weights = torch.arange(100_000, dtype=torch.bfloat16).reshape(1000, 100).t()
+    if rank == 0: store['weights'] = weights
+    same = torch.equal(store.wait('weights', timeout=30), weights)
+    store.add('ranks')
+    child = os.fork()
+    if child == 0:
+        store.add('forks')
+        rallypoint.connect().add('forks')
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    samples = len(list(torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context='fork')))
+    store.set(f'done/{rank}', str(store.identity))
+    who = [store.wait(f'done/{other}', timeout=30) for other in range(int(os.environ['WORLD_SIZE']))]
+    print(json.dumps({'same': same, 'status': status, 'samples': samples, 'who': who, 'pid': os.getpid(),
+        'sums': [store[name] for name in ('ranks', 'forks', 'samples')]}))
+"""
+
+
 @pytest.mark.parametrize(
     ("way", "count"),
-    [((), 4), (("--plain",), 4), (("--fresh",), 2)],  # each new interpreter imports torch
-    ids=["template", "plain", "fresh"],
+    [("--plain", 4), ("--fresh", 2)],  # each new interpreter imports torch
 )
 def test_ranks_their_children_and_their_data_loaders_use_one_store(
-    run: Run, write: Write, places: Path, way: tuple[str, ...], count: int
+    run: Run, write: Write, places: Path, way: str, count: int
 ) -> None:
-    program = write(
-        "train.py",
-        "import json, os, torch, rallypoint\n"
-        "class Samples(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 3\n"
-        "    def __getitem__(self, index):\n"
-        "        rallypoint.connect().add('samples')\n"
-        "        return index\n"
-        "if __name__ == '__main__':\n"
-        "    store = rallypoint.connect()\n"
-        "    rank = int(os.environ['RANK'])\n"
-        "    weights = torch.arange(100_000, dtype=torch.bfloat16).reshape(1000, 100).t()\n"
-        "    if rank == 0: store['weights'] = weights\n"
-        "    same = torch.equal(store.wait('weights', timeout=30), weights)\n"
-        "    store.add('ranks')\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        store.add('forks')\n"
-        "        rallypoint.connect().add('forks')\n"
-        "        os._exit(0)\n"
-        "    status = os.waitpid(child, 0)[1]\n"
-        "    samples = len(list(torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context='fork')))\n"
-        "    store.set(f'done/{rank}', str(store.identity))\n"
-        "    who = [store.wait(f'done/{other}', timeout=30) for other in range(int(os.environ['WORLD_SIZE']))]\n"
-        "    print(json.dumps({'same': same, 'status': status, 'samples': samples, 'who': who, 'pid': os.getpid(),\n"
-        "        'sums': [store[name] for name in ('ranks', 'forks', 'samples')]}))\n",
-    )
-    result = run("-n", str(count), *way, program, env={"XDG_RUNTIME_DIR": str(places)})
+    program = write("train.py", USES)
+    result = run("-n", str(count), way, program, env={"XDG_RUNTIME_DIR": str(places)})
+    one_store_was_used(result, count)
+    assert [event["what"] for event in result.events].count("store-serves") == 1
+
+
+def test_forked_ranks_their_children_and_their_data_loaders_use_one_store(
+    run_warm: RunWarm, write: Write, tmp_path: Path
+) -> None:
+    result = run_warm(write("train.py", USES), nproc=4, run_dir=str(tmp_path / "run"))
+    one_store_was_used(result, 4)
+    assert (tmp_path / "run" / "events.jsonl").read_text().count('"store-serves"') == 1
+
+
+def one_store_was_used(result: Result, count: int) -> None:
     assert result.rc == 0, result.everything
     ranks = result.values()
     assert len(ranks) == count
@@ -354,7 +313,6 @@ def test_ranks_their_children_and_their_data_loaders_use_one_store(
         assert one["who"] == [
             f"rank {rank} (pid {other['pid']} on {host})" for rank, other in enumerate(ranks)
         ]
-    assert [event["what"] for event in result.events].count("store-serves") == 1
 
 
 @pytest.mark.usefixtures("without_torch")

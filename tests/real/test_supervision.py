@@ -103,15 +103,24 @@ def helper(state: Path, name: str, launcher: int) -> int:
 @pytest.mark.parametrize(
     "victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join
 )
-def test_nothing_survives_a_launcher_s_process(tmp_path: Path, victims: tuple[str, ...]) -> None:
+def test_nothing_survives_a_launcher_s_process(
+    tmp_path: Path, places: Path, victims: tuple[str, ...]
+) -> None:
+    """Neither process nor socket."""
+
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
+        assert sorted(path.name for path in places.glob("*/*.sock")) == ["door.sock", "store.sock"]
         for pid in [helper(tmp_path, victim, process.pid) for victim in victims]:
             os.kill(pid, signal.SIGKILL)
 
     result = run_job(
-        ["-n", "2", "family.py", "wait"], state=tmp_path, act=act
+        ["-n", "2", "family.py", "wait"],
+        state=tmp_path,
+        act=act,
+        env={"XDG_RUNTIME_DIR": str(places)},
     )  # fails when a process is left
+    assert list(places.iterdir()) == []
     if "agent" in victims:
         assert result.rc == -signal.SIGKILL
         assert "the launcher was killed; its" in result.err
