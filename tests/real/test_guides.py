@@ -9,11 +9,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 import rallypoint
 
+from ..one_process import OneProcess
 from .job import GLOO
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -46,19 +48,31 @@ def run(folder: Path, *command: str) -> str:
     return GLOO.sub("", done.stdout)
 
 
-def program(folder: Path, text: str) -> str:
-    (folder / "program.py").write_text(text)
-    return run(folder, sys.executable, "program.py")
+class Program(Protocol):
+    """Run a program that a guide has; what it prints."""
+
+    def __call__(self, text: str) -> str: ...
 
 
-def test_from_mp_spawn(tmp_path: Path, port: int) -> None:
+@pytest.fixture
+def program(one_process: OneProcess, tmp_path: Path) -> Program:
+    def printed(text: str) -> str:
+        (tmp_path / "program.py").write_text(text)
+        done = one_process.run(tmp_path / "program.py")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return GLOO.sub("", done.stdout)
+
+    return printed
+
+
+def test_from_mp_spawn(program: Program, port: int) -> None:
     (before,), (after,) = blocks("from-mp-spawn.md", "before"), blocks("from-mp-spawn.md", "after")
     assert '"29512"' in before
     before = before.replace("29512", str(port))  # which another test, or suite, may have
-    assert program(tmp_path, before) == program(tmp_path, after) == "{0: 1.0, 1: 1.0}\n"
+    assert program(before) == program(after) == "{0: 1.0, 1: 1.0}\n"
 
 
-def test_from_torchrun(tmp_path: Path) -> None:
+def test_from_torchrun(program: Program, tmp_path: Path) -> None:
     (script,) = blocks("from-torchrun.md", "train.py")
     (tmp_path / "train.py").write_text(script)
     commands = re.findall(
@@ -78,26 +92,24 @@ def test_from_torchrun(tmp_path: Path) -> None:
             "rank 1 of 2: 2",
         ], command
     (after,) = blocks("from-torchrun.md", "after, from Python")
-    assert program(tmp_path, after) == "[2.0, 2.0]\n"
+    assert program(after) == "[2.0, 2.0]\n"
 
 
-def test_in_a_notebook(tmp_path: Path) -> None:
+def test_in_a_notebook(program: Program) -> None:
     """As one program; the cells of the example are run in a kernel (`test_notebook.py`)."""
-    printed = program(tmp_path, "\n".join(blocks("in-a-notebook.md", "a cell")))
+    printed = program("\n".join(blocks("in-a-notebook.md", "a cell")))
     page = (GUIDES / "in-a-notebook.md").read_text(encoding="utf-8")
     shown = re.findall(r"^    (\[\d\] .*)$", page, re.MULTILINE)
     assert sorted(printed.splitlines()) == shown
 
 
-def test_in_asyncio(tmp_path: Path) -> None:
-    assert (
-        program(tmp_path, "\n".join(blocks("in-asyncio.md", "in an event loop"))) == "8 yes 0.1\n"
-    )
+def test_in_asyncio(program: Program) -> None:
+    assert program("\n".join(blocks("in-asyncio.md", "in an event loop"))) == "8 yes 0.1\n"
 
 
-def test_the_reference(tmp_path: Path) -> None:
+def test_the_reference(program: Program) -> None:
     text = (GUIDES.parent / "reference" / "launch.md").read_text(encoding="utf-8")
-    assert program(tmp_path, "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))) == ""
+    assert program("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))) == ""
 
 
 def test_the_reference_has_the_signature_and_every_argument() -> None:

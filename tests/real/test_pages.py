@@ -8,7 +8,8 @@ in the last line of the traceback. A program that calls `rallypoint doctor` has 
 the check.
 
 Ranks that need torch, and are started without any option but their number, are forked from a warm
-template in place of the command: it would import torch for each page.
+template in place of the command, and plain programs that need it are run in one process: torch
+would be imported for each page.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pytest
 
 from rallypoint.diagnosis.catalogue import CATALOGUE, page
 
+from ..one_process import OneProcess
 from .conftest import RunWarm
 
 DEADLINE = 100.0  # seconds for one script; most take two
@@ -94,6 +96,10 @@ def test_the_script_of_a_page_produces_its_code(
     if not any(word in text for word in _NEEDS_TORCH):
         request.getfixturevalue("without_torch")
         status, told = _run(code, tmp_path)
+    elif PAGES[code] == "python script.py" and "import subprocess" not in text:
+        one_process: OneProcess = request.getfixturevalue("one_process")
+        done = one_process.run(tmp_path / "script.py")
+        status, told = done.returncode, done.stdout + done.stderr
     elif plain is None or code in _BY_COMMAND:
         request.getfixturevalue("torch_in_parts")
         status, told = _run(code, tmp_path)

@@ -77,7 +77,9 @@ class WarmLauncher:
             kill(self._marker)
             self._process.communicate()
             raise AssertionError(f"{program.name} was not over after {DEADLINE:g} s")
-        found = json.loads(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        assert answer, f"{program.name} has ended the launcher: status {self._process.wait()}"
+        found = json.loads(answer)
         return Result(
             found["rc"],
             GLOO.sub("", found["out"]),
