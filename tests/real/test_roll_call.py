@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Run, Write
+from .conftest import Run, RunWarm, Write
 from .job import DEADLINE, on_terminal
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -206,13 +206,13 @@ def test_groups_that_fit_alarm_nobody(run: Run, write: Write, tmp_path: Path, po
     ), result.everything
 
 
-def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
+def test_a_duplicate_rank_ends_the_job(run_warm: RunWarm, write: Write) -> None:
     program = write(
         "train.py",
         "import os\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
         "dist.init_process_group('gloo', rank=min(rank, 1), world_size=3)\n",
     )
-    result = run("-n", "3", "train.py", cwd=program.parent)
+    result = run_warm(program, nproc=3)
     report = result.report.replace(
         "; nobody has come as rank 2", ""
     )  # known when rank 0 has come, too
@@ -228,7 +228,7 @@ def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
     assert "Traceback" not in result.err, result.everything
 
 
-def test_ranks_that_give_up_before_a_misfit_has_lasted(run: Run, write: Write) -> None:
+def test_ranks_that_give_up_before_a_misfit_has_lasted(run_warm: RunWarm, write: Write) -> None:
     """torch's own time limit is as short as ours here, and whoever waits for the empty seat is none
     of those who share one.
     """
@@ -237,13 +237,13 @@ def test_ranks_that_give_up_before_a_misfit_has_lasted(run: Run, write: Write) -
         "import os\nfrom datetime import timedelta\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
         "dist.init_process_group('gloo', rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=1.9))\n",
     )
-    result = run("-n", "3", "train.py", cwd=program.parent)
+    result = run_warm(program, nproc=3)
     assert result.report.startswith(
         "error[rank-duplicate]: ranks 1-2 called init_process_group as the same rank"
     ), result.everything
 
 
-def test_a_call_that_torch_refuses_is_no_disagreement(run: Run, write: Write) -> None:
+def test_a_call_that_torch_refuses_is_no_disagreement(run_warm: RunWarm, write: Write) -> None:
     """For a moment one rank is there with another backend; then it has its own error, which it
     hides.
     """
@@ -252,7 +252,7 @@ def test_a_call_that_torch_refuses_is_no_disagreement(run: Run, write: Write) ->
         "import os\nimport torch.distributed as dist\ntry:\n"
         "    dist.init_process_group('gloo' if os.environ['RANK'] == '0' else 'unheard_of')\nexcept Exception:\n    pass\n",
     )
-    result = run("-n", "2", "train.py", cwd=program.parent)
+    result = run_warm(program)
     assert (result.rc, result.codes) == (1, ["error-swallowed"]), result.everything
     assert "unheard_of" in result.report.splitlines()[0], result.everything
 
@@ -279,13 +279,13 @@ dist.init_process_group("gloo")
 """
 
 
-def test_a_rank_that_leaves_between_two_groups(run: Run, write: Write) -> None:
+def test_a_rank_that_leaves_between_two_groups(run_warm: RunWarm, write: Write) -> None:
     """It was in the first one. Rank 2 is still elsewhere, and rank 1 waits in vain all the same."""
     write("waits.py", WAITS)
     program = write("train.py", LEAVES_BETWEEN)
-    result = run("-n", "3", "train.py", cwd=program.parent)
+    result = run_warm(program, nproc=3)
     assert (result.rc, result.codes) == (1, ["rank-left-early"]), result.everything
-    assert "rank 0 ended with exit code 0" in result.report
+    assert "rank 0 returned while others still needed it" in result.report
     assert "rank 1 waits in init_process_group" in result.report, result.everything
 
 

@@ -189,8 +189,8 @@ def test_a_stranger_is_not_signalled(tmp_path: Path) -> None:
             stranger.kill()
 
 
-def test_an_exception_on_one_rank(tmp_path: Path) -> None:
-    result = run_job(["-n", "4", "family.py", "raise"], state=tmp_path)
+def test_an_exception_on_one_rank(run_warm: RunWarm) -> None:
+    result = run_warm(SCRIPTS / "family.py", "raise", nproc=4)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert "rank 1 raised ValueError: boom" in result.report
     assert "family.py:37 in main" in result.report
