@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run, Write
+from .conftest import Run, RunWarm, Write
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
 
@@ -170,9 +170,9 @@ import time; time.sleep(600)
 
 
 def test_two_ranks_with_one_gpu_are_stopped_before_a_collective_fails(
-    run: Run, write: Write
+    run_warm: RunWarm, write: Write
 ) -> None:
-    result = run("-n", "2", write("train.py", SHARED))
+    result = run_warm(write("train.py", SHARED))
     assert result.rc == 1, result.everything
     assert result.codes == ["device-shared"]
     assert "both ranks joined a group of NCCL's with the same GPU" in result.report
@@ -238,10 +238,10 @@ print("parent")
 """
 
 
-def test_a_loader_that_uses_cuda(run: Run, write: Write) -> None:
+def test_a_loader_that_uses_cuda(run_warm: RunWarm, write: Write) -> None:
     write("fake_cuda.py", REPLACED)
     program = write("train.py", LOADER.replace("USE", "torch.cuda.init()"))
-    result = run("-n", "1", program, cwd=program.parent)
+    result = run_warm(program, nproc=1)
     assert result.codes == ["cuda-before-fork"], result.everything
     assert (
         "why    the process was forked at train.py:17, after train.py:16 had used CUDA\n"
@@ -249,16 +249,16 @@ def test_a_loader_that_uses_cuda(run: Run, write: Write) -> None:
     )
 
 
-def test_a_loader_that_leaves_cuda_alone(run: Run, write: Write) -> None:
+def test_a_loader_that_leaves_cuda_alone(run_warm: RunWarm, write: Write) -> None:
     write("fake_cuda.py", REPLACED)
-    result = run("-n", "1", write("train.py", LOADER.replace("USE", "pass")))
+    result = run_warm(write("train.py", LOADER.replace("USE", "pass")), nproc=1)
     assert (result.rc, result.lines, result.err) == (0, ["trained"], ""), result.everything
 
 
-def test_a_forked_process_says_both_lines_itself(run: Run, write: Write) -> None:
+def test_a_forked_process_says_both_lines_itself(run_warm: RunWarm, write: Write) -> None:
     write("fake_cuda.py", REPLACED)
     program = write("train.py", CHILD)
-    result = run("-n", "1", program, cwd=program.parent)
+    result = run_warm(program, nproc=1)
     assert "RuntimeError: Cannot re-initialize CUDA in forked subprocess." in result.err, (
         result.everything
     )
