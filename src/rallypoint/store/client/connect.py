@@ -31,14 +31,12 @@ from rallypoint.wire.messages import HELLO_BYTES, Refusal, Welcome
 
 STAGGER = 0.25
 """Seconds after which the next address is tried beside the one that has not answered: RFC 8305's
-recommendation. Less when there is not time enough: all are tried in the first half of it."""
+recommendation. Less when there is not time enough: all are tried in the first half of it. And for
+the resolver to say anew what is known from its last answer."""
 
 AGAIN = 3
 """Times that every address is tried once more while none has connected: TCP repeats a lost SYN only
 after a second."""
-
-STALE = 0.3
-"""Seconds for the resolver to say anew what is known from its last answer."""
 
 Reason = Literal[
     "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
@@ -383,11 +381,11 @@ def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]
     if place := socket_addresses.numeric(host, port):
         return place
     key = (os.getpid(), host, port)
-    question = _asked.setdefault(key, _Question(host, port)) if key not in _asked else _asked[key]
+    question = _asked.get(key) or _asked.setdefault(key, _Question(host, port))
     found = _known.get(key, [])
-    wait = min(deadline - clock.monotonic(), STALE if found else math.inf)
+    wait = STAGGER if found else math.inf
     said = "the resolver gave no answer"
-    if question.answered.wait(max(0.0, wait)):
+    if question.answered.wait(max(0.0, min(wait, deadline - clock.monotonic()))):
         _asked.pop(key, None)
         _known[key] = found = question.found
         said = question.error or "it has no address"

@@ -58,7 +58,7 @@ than that."""
 
 STOOD_STILL = 0.5
 """Seconds by which a look may be late before it counts as this process having stood still. Then the
-clients may have, too (Ctrl-Z, a paused container or machine): that time is no silence of theirs."""
+clients may have, too (a paused container or machine): that time is no session's silence."""
 
 SWEEP = 5.0
 """Seconds between two looks for connections whose session has ended: their clients learn it at
@@ -202,7 +202,8 @@ class Loop:
         found = self._epoll.poll(wait, EVENTS)
         took = self._now() - began
         if took > wait + STOOD_STILL:
-            self._state.excuse(took)
+            for session in self._by_session:
+                session.heard += took
         for fd, events in found:
             peer = self._peers.get(fd)
             if peer is not None:

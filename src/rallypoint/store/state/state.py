@@ -312,11 +312,6 @@ class State(Ledger):
             waiter.lines.kind.timed_out(waiter)
         return ended
 
-    def excuse(self, seconds: float) -> None:
-        """Let time in which the server stood still count for no session's silence."""
-        for session in self._sessions.values():
-            session.heard += seconds
-
     def due(self) -> float:
         """Return the time at which `tick` must be called next, perhaps early; infinity: not before
         something else happens."""
