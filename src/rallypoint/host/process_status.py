@@ -294,11 +294,10 @@ def end_of_unreaped(pid: int) -> tuple[int, int] | None:
     yet; None when that cannot be told."""
     try:
         owner = os.stat(f"{_PROC}/{pid}").st_uid
-        with open(f"{_PROC}/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    if fields[0] != b"Z" or (
+    fields = _content(f"{pid}/stat").rpartition(b")")[2].split()
+    if fields[:1] != [b"Z"] or (
         os.geteuid() and owner != os.geteuid()
     ):  # of another user's process the kernel shows 0
         return None

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError, WouldDeadlock
 from rallypoint.host import fd_passing, memory_files, process_status, system_calls
+from rallypoint.host.kernel_files import text_of
 
 # The file begins with a pthread_mutex_t: 40 bytes on x86-64, 48 on AArch64. Its first word is the
 # futex, with the number of the holder's thread in these bits.
@@ -381,11 +382,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _is_exiting(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING)
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    fields = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return not fields or bool(int(fields[6]) & _PF_EXITING)
 
 
 def _holder(entry: bytes, *, holds: bool) -> LockHolder:

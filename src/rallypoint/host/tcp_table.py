@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rallypoint.host import process_status
+from rallypoint.host.kernel_files import text_of
 from rallypoint.host.socket_addresses import address_of
 
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
@@ -31,12 +32,8 @@ def tcp_sockets(low: int = 0, high: int = 65535, *, root: str = "/") -> Iterator
     `root` is for tests.
     """
     for name in ("tcp", "tcp6"):
-        try:
-            with open(os.path.join(root, "proc/self/net", name), encoding="ascii") as file:
-                lines = file.readlines()[1:]
-        except OSError:  # IPv6 switched off
-            continue
-        for fields in map(str.split, lines):
+        lines = text_of(root, "proc/self/net", name, most=-1).splitlines()  # none: IPv6 is off
+        for fields in map(str.split, lines[1:]):
             # a busy server has tens of thousands of others
             if low <= int(fields[1][-4:], 16) <= high:
                 peer, state = address_of(*_decode(fields[2])), int(fields[3], 16)

@@ -22,6 +22,8 @@ import os
 import sys
 import time
 
+from rallypoint.host.kernel_files import text_of
+
 MOMENT = 0.01
 """Seconds: twice the interpreter's switch interval, after which a waiting thread gets its lock from
 a busy one; this one sleeps.
@@ -61,11 +63,7 @@ def _threads() -> dict[str, str]:
     except OSError:  # the program has changed its root, or has no descriptor left
         return found
     for number in numbers:
-        try:
-            with open(f"/proc/self/task/{number}/status") as file:
-                lines = file.read().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            continue
+        lines = text_of(f"/proc/self/task/{number}/status").splitlines()  # none: it has ended
         if lines[:1] == [_NAME]:
             found[number] = " ".join(line for line in lines if line.startswith(_TOLD))
     return found
