@@ -35,8 +35,8 @@ RESOLVE_TIMEOUT = 2.0
 """Seconds for the name of the endpoint, where this node leads whatever it is."""
 
 PATIENCE = 12.0
-"""Seconds for it where the name decides which node leads. One that gives no answer by then is asked again;
-the resolver waits 5 s for each name server that is off before it asks the next one."""
+"""Seconds for it where the name decides which node leads. One that gives no answer by then is asked
+again; the resolver waits 5 s for each name server that is off before it asks the next one."""
 
 
 def secret_file(nodes: Nodes, cluster: Cluster | None, environ: Mapping[str, str]) -> str:
