@@ -284,7 +284,7 @@ def test_a_resolver_that_hangs_holds_up_neither_deadline_nor_signal_handler(
 def test_a_resolver_that_is_slow_holds_up_the_first_connection_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher looked for its lead's name at each of its connections, and was lost by the lead."""
+    """A launcher asked for its lead's name at each connection, and was lost by the lead."""
     released = threading.Event()
     port = server.address.rpartition(":")[2]
     known = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
