@@ -615,6 +615,32 @@ def run_python(program: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+DROPS = """
+import threading
+from rallypoint.host.record_lock import RecordLock
+locks, have, gone = [RecordLock.create()], threading.Event(), threading.Event()
+other = RecordLock.create()
+def work():
+    locks[0].acquire()
+    have.set()
+    gone.wait()
+    other.acquire()
+    other.release()
+    print("went on")
+thread = threading.Thread(target=work)
+thread.start()
+have.wait()
+locks.clear()
+gone.set()
+thread.join()
+"""
+
+
+def test_a_lock_that_another_thread_drops_stays_for_its_holder() -> None:
+    """It was unmapped, and the holder's next lock ended the process by SIGSEGV."""
+    assert run_python(DROPS) == (0, "went on\n", "")
+
+
 def test_a_program_that_closes_our_descriptor_harms_nothing(lock: RecordLock) -> None:
     def run(line: Line) -> None:
         assert lock.acquire()

@@ -347,9 +347,9 @@ def _arrived(token: bytes, passed: Any) -> RecordLock:
 
 
 def _release_memory(address: int, fd: int) -> None:
-    """Unmap a lock that is used no more. One that this thread holds stays: unmapped, its robust
-    list would lead nowhere."""
-    if ctypes.c_uint32.from_address(address).value & _THREAD_BITS != threading.get_native_id():
+    """Unmap a lock, unless a thread here holds it: its robust list would lead nowhere."""
+    holder = ctypes.c_uint32.from_address(address).value & _THREAD_BITS
+    if not os.path.exists(f"/proc/self/task/{holder}"):
         system_calls.unmap_memory(address, mmap.PAGESIZE)
     try:
         os.close(fd)
