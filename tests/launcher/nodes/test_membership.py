@@ -20,7 +20,7 @@ from rallypoint.errors import RallypointError, UsageError
 from rallypoint.host import ports
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes import endpoint, messages
-from rallypoint.launcher.nodes.lead_runner import LeadRunner, StoodStill
+from rallypoint.launcher.nodes.lead_runner import NAP, LeadRunner, StoodStill
 from rallypoint.launcher.nodes.membership import (
     BEFORE_NEXT_TRY,
     Heard,
@@ -299,6 +299,22 @@ def test_a_lead_that_stood_still_blames_itself(join: Join, seconds: float, lost:
     heard = _heard(membership)
     assert isinstance(heard, StoodStill) is lost, heard
     assert not isinstance(heard, StoodStill) or heard.seconds >= seconds
+
+
+def test_a_lead_that_takes_long_to_judge_has_not_stood_still(join: Join) -> None:
+    """In place of the report of a large job it said that it stood still."""
+    clock = Jumping()
+
+    def judge(failed: FailedAttempt) -> Sentence:
+        clock.stood = 25.0
+        return Sentence((), 1)
+
+    membership = join(judge, clock=clock, timeout=20.0)
+    _of_kind(membership, Seated)
+    membership.send(Failing(0, "rank 0 ended"))
+    membership.send(EvidenceOf(0, NodeEvidence()))
+    _of_kind(membership, Sentence)
+    assert not select.select([membership], [], [], 5 * NAP)[0], membership.read()
 
 
 class Ahead(Clock):

@@ -274,6 +274,7 @@ class LeadRunner:
                 is_leaving = True
             else:
                 self._handle(event)
+                looked = self._clock.monotonic()  # to judge a thousand ranks takes a second or two
 
     def _is_over(self) -> bool:
         return self._lead is not None and self._lead.state is lead.Phase.OVER
