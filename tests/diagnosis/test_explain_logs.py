@@ -537,6 +537,27 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
             "certain",
             "500 bytes",
         ),
+        ("free(): invalid pointer\nAborted (core dumped)\n", "rank-crashed", "certain", "SIGABRT"),
+        (
+            "/AppleInternal/x/MPSNDArray.mm:893: failed assertion `buffer is not large enough\n'\nzsh: abort      python train.py\n",
+            "rank-crashed",
+            "certain",
+            "SIGABRT",
+        ),
+        (
+            "libc++abi: terminating due to uncaught exception of type std::runtime_error: [METAL] Command buffer execution failed\n"
+            "[1]    72864 abort      python train.py\n",
+            "rank-crashed",
+            "certain",
+            "SIGABRT",
+        ),
+        (
+            "libc++abi: terminating with uncaught exception of type gloo::IoException: [gloo/transport/uv/pair.cc:598] "
+            "Connection closed by peer [127.0.0.1]:50000\nzsh: abort      python train.py\n",
+            "cause-unknown",
+            "certain",
+            "Connection closed",
+        ),
         # A hub that did not answer is no peer; an import that was tried is no cause.
         (
             TRACEBACK.format(

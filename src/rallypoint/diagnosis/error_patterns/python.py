@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 
 from rallypoint.diagnosis.error_patterns.known_line import line
 
@@ -110,27 +109,19 @@ LINES = (
         by="the process itself",
         first=True,
     ),
-    *(
-        line(
-            word,
-            r"^\s{0,8}(?:\*\*\* Error in `.{1,200}': )?(?:(?:\w*alloc|malloc_consolidate|free|m\w+_chunk)\(\): "
-            r"(?:double free|invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
-            r"|double free or corruption|corrupted (?:size vs|double-linked)|\*\*\* stack smashing)",
-            by="the C library",
-            first=True,
-            signal=int(signal.SIGABRT),
-        )
-        for word in ("(): ", "corrupt", "stack smashing")
-    ),
-    line(  # macOS: in a process that was forked; of Metal; of Objective-C
-        "",
-        r"^\s{0,8}objc\[(?P<pid>\d+)\]: .{1,400}\bCrashing instead\b|:\d+: failed assertion `"
-        r"|\*\*\* Terminating app due to uncaught exception '",
-        by="macOS",
-        first=True,
-        signal=int(signal.SIGABRT),
-    ),
 )
+
+GAVE_UP = (
+    # the C library
+    r"(?:\*\*\* Error in `.{1,200}': )?(?:(?:\w*alloc|malloc_consolidate|free|m\w+_chunk)\(\): "
+    r"(?:double free|invalid|corrupted|unaligned|unsorted|mismatching|memory corruption)\b"
+    r"|double free or corruption|corrupted (?:size vs|double-linked)|\*\*\* stack smashing)"
+    # macOS: in a process that was forked; of Metal; of Objective-C
+    r"|objc\[\d+\]: .{1,400}\bCrashing instead\b|.{0,400}:\d+: failed assertion `"
+    r"|.{0,100}\*\*\* Terminating app due to uncaught exception '"
+    r"|libc\+\+abi(?:\.dylib)?: terminating "  # LLVM's library of C++
+)
+"""Beginnings of lines by which a library tells for what it aborts the process."""
 
 NO_EXCEPTION = "terminate called without an active exception"
 """Words of C++ about a thread that still ran when its process left."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from rallypoint.diagnosis.error_patterns import read_line
+from rallypoint.diagnosis.error_patterns import python, read_line
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Sign
 from rallypoint.diagnosis.logs.block import ANOTHERS, HEADER, KEPT, MESSAGE_LINES, Block, native
 
 # LLVM's library has the message in the line that names the type.
 _WHAT = re.compile(
-    r"^ *(?:what\(\):|libc\+\+abi(?:\.dylib)?: terminating .{1,30} exception of type \S+:) *(.*)$"
+    rf"^ *(?:what\(\):|libc\+\+abi(?:\.dylib)?: terminating .{{1,30}} exception of type \S+:|(?:/\S{{0,400}}/)?(?={python.GAVE_UP})) *(.*)$"
 )
 
 # glog's and absl's last words, and TensorFlow's
@@ -33,17 +33,16 @@ class Crash(Block):
         self.lines = [text]
         self._what = _WHAT.findall(text)
         self._dump = "Fatal Python error" in text
-        self._check = _CHECK.match(text)
-        if self._check is not None:
-            self._what = [f"{self._check['words']} ({self._check['place']})"]
+        if (found := _CHECK.match(text)) is not None:
+            self._what = [f"{found['words']} ({found['place']})"]
+        self._check = bool(self._what)  # one line tells all
         self._blank = 0
 
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        told = "Fatal Python error: " in text or text.lstrip().startswith(
-            ("terminate called", "libc++abi")
-        )
+        told = "Fatal Python error: " in text or text.lstrip().startswith("terminate called")
+        told = told or re.match(python.GAVE_UP, text.lstrip()) is not None
         return told or ("Check failed: " in text and _CHECK.match(text) is not None)
 
     def take(self, number: int, text: str) -> bool:

@@ -123,6 +123,4 @@ def is_explained(ended: Sighting, said: Iterable[Sighting]) -> bool:
     uncaught error.
     """
     rank = ended.end.rank
-    if ended.end.by in ("the C library", "macOS"):  # it names the reason
-        return False
     return ended.end.signal == SIGABRT and any(rank < 0 or rank_of(s) in (rank, -1) for s in said)
