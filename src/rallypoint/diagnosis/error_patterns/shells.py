@@ -53,7 +53,7 @@ _NOT_RUN = (
 program that did not start.
 """
 
-_ENDED = rf"(?P<name>{NAMES}|Abort(?= trap: ))(?: trap)?(?:: \d+)?"
+_ENDED = rf"(?P<name>{NAMES}|Abort(?= trap: ))(?: trap)?(?:: (?:9|15|1[01]|[468]))?"
 
 LINES = (
     *(line(word, words, Sign.NOT_STARTED) for word, words in _NOT_RUN),

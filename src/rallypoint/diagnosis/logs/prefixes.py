@@ -51,7 +51,7 @@ _SPEAKERS = (
             # mpirun --tag-output, horovodrun; SageMaker has "1,mpirank:11,algo-2" in its brackets.
             # Some put a space behind it, and two are the indentation of a frame.
             r"|\[(?:[\w@.-]{1,100},)?(?:mpirank:)?(\d+)(?:,[\w.-]{1,100})?\]<std(?:err|out|diag)>:(?: (?! ))?"
-            r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL)"  # rallypoint
+            r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL| {3}\d+ [a-z])"  # rallypoint, and no job of zsh's
             r"| ?(\d{1,5}): (?=\S|  |$)"  # srun --label
         ),
     ),
