@@ -25,6 +25,7 @@ _CARRIERS = re.compile(
     r"|\|\| ?(?=\S|  |$)"
     # A progress bar of tqdm's, which ends without a newline. Without a total it has its unit.
     r"|.{0,200}?\d(?: ?[A-Za-z]\w{0,20} \[[\d:]{4,12}|[kMGTPE]? \[[\d:]{4,12}<[\d:?]{1,12}), [^\]]{1,200}\](?=[^\s\]])"
+    r"|.{0,200}?\beta:? +[\d:]{4,12} ?[-|/\\](?=[A-Z])"  # progressbar's, which turns
     # journald, syslog
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
     r"|> (?=\S|  |$)"  # a quotation
