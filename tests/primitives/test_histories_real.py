@@ -87,6 +87,7 @@ def test_a_seed_that_goes_wrong_is_named_with_how_to_replay_it(
 
 def test_a_simulation_that_breaks_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(primitives_soak, "ROOT", tmp_path)  # where there is none
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # which may name this checkout
     outcome = primitives_soak.histories(random.Random(1), 0, tmp_path / "0")
     assert ["exit status 1" in wrong or "No module named" in wrong for wrong in outcome.wrong] == [
         True
