@@ -12,6 +12,5 @@ def state_folder(environ: Mapping[str, str]) -> str:
     state = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):  # the XDG specification: a relative path is to be ignored
         # "~" stays where the user has no entry in passwd: a folder of that name is a trap
-        home = environ.get("HOME") or os.path.expanduser("~")
-        state = os.path.join("/", home, ".local", "state")
+        state = os.path.join("/", environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
     return os.path.join(state, "rallypoint")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rallypoint.host.kernel_files import text_of
 from rallypoint.record.disk_writer import DiskWriter
 
 KEPT_RUNS = 20
@@ -181,9 +182,8 @@ def door_of(path: str) -> LauncherAddress | None:
     if path in locked_here:
         return None
     try:
-        with open(os.path.join(path, "running"), "rb") as file:
-            return msgspec.json.decode(file.read(), type=LauncherAddress)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(text_of(path, "running"), type=LauncherAddress)
+    except msgspec.DecodeError:  # of nothing, too
         return None
 
 
