@@ -61,6 +61,7 @@ class Rank:
         self.meeting: Meeting | None = None
         self.pid = 0
         self.raised = self.ended = self.unanswered = None
+        self.sent = ["SIGTERM"]
 
     def ask(self) -> bool:
         self.asked = True

@@ -178,6 +178,13 @@ def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handle
     assert [(action.rank, action.signal) for action in scene.of(SignalGroup)] == [(1, "SIGKILL")]
 
 
+def test_a_rank_that_leaves_by_itself_and_was_not_signalled_is_not_asked(scene: Scene) -> None:
+    scene.ranks[2].sleeps, scene.ranks[2].sent = True, []
+    failed(scene)
+    look_for_stuck(scene.job, (0, 1, 2), together=False)
+    assert not any(rank.asked for rank in scene.ranks)
+
+
 def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(
     scene: Scene,
 ) -> None:

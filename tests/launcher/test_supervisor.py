@@ -103,10 +103,26 @@ def test_evidence_is_asked_for_before_anything_is_stopped() -> None:
     assert signalled(play.at(5.01, sv.EvidenceIn())) == []  # another cause may still arrive
     after = play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     assert isinstance(after[0], sv.MakeReport)
-    assert signalled(after) == [(r, "SIGTERM") for r in range(4)]
+    assert signalled(after) == [(r, "SIGTERM") for r in (0, 1, 3)]  # rank 2 leaves by itself
     assert all(
         "rank 2 raised ValueError" in a.because for a in after if isinstance(a, sv.SignalGroup)
     )
+
+
+def test_a_rank_that_has_raised_has_the_whole_grace_for_its_atexit_handlers() -> None:
+    play = Play(2, grace=30.0).joined()
+    play.at(5.0, raised(1), sv.EvidenceIn())
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    assert signalled(play.at(5.1, ended(0, signal=15))) == []
+    assert signalled(play.at(40.0, sv.Timer("grace"))) == [(1, "SIGKILL")]
+    assert play.of(sv.SayKilled) == [sv.SayKilled((1,), "the grace of 30 s is over", asked=True)]
+
+
+def test_a_rank_that_has_raised_is_signalled_when_a_person_stops_the_job() -> None:
+    play = Play(2).joined()
+    play.at(5.0, raised(1), sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    assert signalled(play.actions) == [(0, "SIGINT"), (1, "SIGINT")]
 
 
 def test_who_has_not_joined_the_others_is_given_longer_for_the_same_mistake() -> None:

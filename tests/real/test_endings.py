@@ -104,3 +104,26 @@ def test_the_same_failure_is_said_in_one_line_and_ends_the_restarts(run: Run, wr
     assert result.err.count("rallypoint: the same again: ") == 2, result.everything
     assert "restarting both ranks, attempt 2 of 9" in result.err, result.everything
     assert "attempt 3" not in result.err, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_the_atexit_handlers_of_a_rank_that_raised_may_save_something(
+    run: Run, write: Write
+) -> None:
+    """As what keeps track of experiments does, and a writer of checkpoints in the background: the
+    rank was ended by SIGTERM as soon as its exception was reported.
+    """
+    program = write(
+        "train.py",
+        "import atexit, os, time\n"
+        "def upload():\n"
+        "    time.sleep(1)\n"
+        "    print('uploaded')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(upload)\n"
+        "    raise ValueError('bad')\n"
+        "time.sleep(60)\n",
+    )
+    result = run("-n", "2", program)
+    assert (result.rc, result.out) == (1, "[1] uploaded\n"), result.everything
+    assert "rank 1 raised ValueError: bad" in result.err, result.everything

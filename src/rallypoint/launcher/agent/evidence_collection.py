@@ -116,11 +116,11 @@ def look_for_stuck(job: Job, ranks: tuple[int, ...], *, together: bool) -> None:
     """Look which ranks cannot have heeded their signal, since their main threads wait in C code;
     `Stuck` follows.
 
-    Only a rank is asked that sleeps though the signal has reached it. It waits in C code, in a
+    Only a rank is asked that was signalled, and sleeps though the signal has reached it. It waits in C code, in a
     handler, or in Python code that has heeded the signal, and its stack tells which. When it
     matters only that no rank goes on (`together`), none is asked while /proc shows one that does.
     """
-    living = [handle for handle in job.ranks if handle.rank in ranks and handle.alive]
+    living = [one for one in job.ranks if one.rank in ranks and one.alive and one.sent]
     if together:
         asked = living if all(handle.may_wait() for handle in living) else []
     else:

@@ -634,6 +634,8 @@ class Supervisor:
             return self._all_ended(now)
         if self._at_once:
             return self._kill(self._because, now)
+        # a rank that has raised leaves by itself: its atexit handlers may save something yet
+        living = tuple(n for n in living if self._asked_by or not self.ranks[n].failed)
         return self._stop(living, self._asked_by.name if self._asked_by else "SIGTERM", now)
 
     # --- stopping
@@ -762,7 +764,7 @@ class Supervisor:
         killed = tuple(one for one in self._living() if self.ranks[one].asked != "SIGKILL")
         if not killed:
             return []
-        asked = any(self.ranks[number].asked for number in killed)
+        asked = any(self.ranks[number].asked or self.ranks[number].failed for number in killed)
         return [
             *(self._signal(number, "SIGKILL", because) for number in killed),
             SetTimer("patience", now + KILL_PATIENCE),
