@@ -303,6 +303,8 @@ def test_a_pmix_library_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 # --- real jobs
 
+DIGITS = Path(__file__).parents[2] / "examples" / "digits_ddp.py"
+
 RAISES = TELL + "if os.environ['RANK'] == '1': raise ValueError('a bad batch')\n"
 RAISES += "import time; time.sleep(600)\n"
 
@@ -345,12 +347,20 @@ dist.destroy_process_group()
 """
 
 
-# The import of torch is most of such a job: of the other two MPIs it is shown below that their ranks
-# know of each other.
+# The import of what learning needs is most of such a job: the other two MPIs add two numbers.
 @pytest.mark.nodes
-@pytest.mark.torch
-@pytest.mark.usefixtures("torch_in_parts")
 @pytest.mark.parametrize("mpi", ["openmpi5"], indirect=True)
+def test_the_digits_are_learnt_on_two_nodes_without_a_flag(mpi: Mpi) -> None:
+    job = mpi.start(*RUN, DIGITS, "--epochs", "3")
+    assert job.wait(60) == 0, job.output()
+    accuracy = re.search(r"test accuracy ([\d.]+)", job.output())
+    assert accuracy is not None, job.output()
+    assert float(accuracy[1]) > 0.9
+    assert "rank 1 on cpu" in job.output()
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["openmpi4", "mpich"], indirect=True)
 def test_a_group_of_two_nodes_without_a_flag(mpi: Mpi, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(REDUCES)
