@@ -12,7 +12,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from rallypoint.host import devices
 
 from .nodes import netns
+from .python_path import TORCH_IN_PARTS, WITHOUT_TORCH, python_path
 
 # An example that takes long, or examples that are slowly found, tell of the machine, not of us.
 # What fails prints how to try it again. The suite tries the same examples each time;
@@ -128,21 +128,16 @@ def _environment_as_before() -> Iterator[None]:
     os.environ.update(before)
 
 
-def _torch_from(folder: str, patch: pytest.MonkeyPatch) -> None:
-    folders = [str(Path(__file__).parent / folder), os.environ.get("PYTHONPATH", "")]
-    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-
-
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start jobs whose programs need no torch without importing it; see `without_torch/torch`."""
-    _torch_from("without_torch", monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", python_path(WITHOUT_TORCH))
 
 
 def _torch_in_parts(patch: pytest.MonkeyPatch) -> None:
     """Do nothing for scripts/matrix: there, torch is imported as users import it."""
     if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
-        _torch_from("torch_in_parts", patch)
+        patch.setenv("PYTHONPATH", python_path(TORCH_IN_PARTS))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from importlib import metadata
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from bench.primitives import BLOCK, GLOO, SIZES, SPINNING, STANDARD, WHOLE
@@ -15,6 +14,8 @@ from bench.store import OURS, PEER, TCP
 from bench.tables import text
 
 from bench import figures, primitives, store
+
+from ..python_path import WITHOUT_TORCH, python_path
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
 
@@ -61,7 +62,7 @@ def lines(found: Case) -> list[str]:
 def test_everybody_passes_a_barrier() -> None:
     turn = primitives.barrier(2, 1, count=5)
     with pytest.MonkeyPatch.context() as patch:  # the first two parties are ours
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "without_torch"))
+        patch.setenv("PYTHONPATH", python_path(WITHOUT_TORCH))
         samples = list(islice(turn, 2))
     samples += turn
     assert [sample.who for sample in samples] == [OURS, TCP, PEER, GLOO]

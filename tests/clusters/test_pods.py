@@ -6,7 +6,6 @@ mean.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ..nodes.jobs import STAY, TELL, WITHOUT_TORCH, codes, told
+from ..nodes.jobs import STAY, TELL, codes, told
 from ..nodes.netns import Cluster, Process, wait_until
+from ..python_path import WITHOUT_TORCH, python_path
 from .pods import HOSTS, KUBELET
 
 pytestmark = pytest.mark.nodes
@@ -78,11 +78,10 @@ class Namespace:
         inside = ["unshare", "--mount", "--propagation", "private"]
         inside += ["sh", "-e", str(SCRIPTS / "pod.sh"), str(own), f"{mode:o}"]
         command = [sys.executable, "-m", "rallypoint", "run", *options, str(script)]
-        paths = [str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")]
         kubelet = {
             **{name: value for name, value in KUBELET.items() if name not in ("PATH", "HOME")},
             "JOB_COMPLETION_INDEX": str(number),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": python_path(WITHOUT_TORCH),
         }
         return self.cluster[number].start([*inside, *command], env={**kubelet, **environ})
 

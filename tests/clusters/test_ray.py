@@ -19,13 +19,13 @@ import rallypoint
 from rallypoint.clusters import ray as on_ray
 from rallypoint.errors import EnvironmentProblem, WorkerError
 
+from ..python_path import WITHOUT_TORCH
+
 pytestmark = pytest.mark.timeout(120)
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'rallypoint[ray]'"
 )
-
-WITHOUT_TORCH = Path(__file__).parents[1] / "without_torch"
 
 TELL = """
 import os, sys, time

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.nodes.jobs import TELL, WITHOUT_TORCH
+from tests.nodes.jobs import TELL
 from tests.nodes.netns import Cluster, command_line, wait_until
 
+from ..python_path import WITHOUT_TORCH, python_path
 from . import slurm_ground
 from .slurm_ground import Job, Slurm
 
@@ -86,8 +87,7 @@ def slurm(_shared: Slurm) -> Iterator[Slurm]:
 def submit(slurm: Slurm, folder: Path, script: str, program: str, *options: str) -> Job:
     """Submit a job of a program that needs no torch, on both nodes."""
     (folder / "train.py").write_text(program)
-    paths = [str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")]
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env = {"PYTHONPATH": python_path(WITHOUT_TORCH)}
     return slurm.submit(folder, script, "--nodes=2", *options, env=env)
 
 

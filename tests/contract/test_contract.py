@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ..python_path import WITHOUT_TORCH, python_path
 from ..real.job import RALLYPOINT, TORCHRUN, Result, environment, run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -283,8 +284,7 @@ def see(case: Case, launcher: Sequence[str], again: int = 2) -> Seen:
     arguments = [str(out) if word == "OUT" else word for word in case.arguments]
     env = dict(case.environment)
     if launcher != TORCHRUN and not case.torch:
-        paths = [str(HERE.parent / "without_torch"), os.environ.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        env["PYTHONPATH"] = python_path(WITHOUT_TORCH)
     result = run_job(
         arguments, state=folder / "state", launcher=launcher, env=env, stdin=case.stdin, cwd=folder / "job",
         timeout=DEADLINE, act=case.act,

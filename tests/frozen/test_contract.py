@@ -24,6 +24,7 @@ import rallypoint
 from rallypoint import errors, testing
 from rallypoint.diagnosis.catalogue import CATALOGUE
 
+from ..python_path import WITHOUT_TORCH, python_path
 from . import golden, public_names
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
@@ -165,8 +166,7 @@ def environment(place: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def jobs(place: Path, environment: dict[str, str]) -> Jobs:
     """Start each of the jobs of this module, several at a time. Their programs need no torch."""
-    folders = [str(ROOT / "tests" / "without_torch"), os.environ.get("PYTHONPATH", "")]
-    environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environment = {**environment, "PYTHONPATH": python_path(WITHOUT_TORCH)}
 
     def job(name: str, *arguments: str) -> Job:
         folder = place / "runs" / name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import sys
@@ -11,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..python_path import WITHOUT_TORCH, python_path
 from .netns import Cluster, Node, Process
 
 PORT = 29400
 
-WITHOUT_TORCH = Path(__file__).parents[1] / "without_torch"
 
 TELL = """
 import json, os
@@ -73,8 +72,8 @@ class Jobs:
         if secret is not NO_SECRET:
             command += ["--secret-file", str(secret or self.secret)]
         command += [*map(str, options), str(script), *arguments]
-        paths = ["" if self.torch else str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")]
-        extra = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(env or {})}
+        path = python_path() if self.torch else python_path(WITHOUT_TORCH)
+        extra = {"PYTHONPATH": path, **(env or {})}
         return node.start([sys.executable, "-m", "rallypoint", *command], env=extra)
 
     @property

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from ..python_path import WITHOUT_TORCH, python_path
 from .conftest import MakeCluster
-from .jobs import STAY, TELL, WITHOUT_TORCH, Jobs, codes, told
+from .jobs import STAY, TELL, Jobs, codes, told
 from .netns import Cluster, Node, Process, wait_until
 
 LATE = 20.0
@@ -215,8 +216,7 @@ def test_a_rank_that_raises_just_after_a_launcher_was_killed_is_not_told_as_earl
     """
     program = RAISES.replace('"5"', '"1"').replace("FOLDER", str(jobs.folder))
     jobs.write("sitecustomize.py", "from rallypoint.store import limits\nlimits.ORPHAN = 1.4\n")
-    paths = [str(jobs.folder), str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")]
-    running = Running(jobs, program, env={"PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    running = Running(jobs, program, env={"PYTHONPATH": python_path(jobs.folder, WITHOUT_TORCH)})
     running.each[2].kill()
     time.sleep(0.5)  # the case itself
     jobs.write("now", "")

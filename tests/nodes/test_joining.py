@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -11,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from ..python_path import WITHOUT_TORCH, python_path
 from .conftest import MakeCluster
-from .jobs import NO_SECRET, PORT, STAY, TELL, WITHOUT_TORCH, Jobs, codes, told
+from .jobs import NO_SECRET, PORT, STAY, TELL, Jobs, codes, told
 from .netns import LOCALHOST, Cluster, Process, wait_until
 
 
@@ -248,8 +248,8 @@ def test_a_node_that_does_not_fit_is_refused_by_name(two: Jobs) -> None:
         folder = two.folder / name
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(DIFFERS.format(line))
-        paths = os.pathsep.join([str(folder), str(WITHOUT_TORCH), os.environ.get("PYTHONPATH", "")])
-        others[name] = two.start(two.cluster[1], where=where, env={"PYTHONPATH": paths})
+        path = python_path(folder, WITHOUT_TORCH)
+        others[name] = two.start(two.cluster[1], where=where, env={"PYTHONPATH": path})
     ended(second, "node-duplicate")
     assert "node0 and node1 were both started as node 0" in second.output()
     for name, one in others.items():

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import pytest
 
 from ..one_process import OneProcess
+from ..python_path import TORCH_WITHOUT_COMPILER, python_path
 from .job import Result, run_job
 from .warm import WarmLauncher
-
-WITHOUT_COMPILER = Path(__file__).parents[1] / "torch_without_compiler"
 
 
 class Run(Protocol):
@@ -59,16 +58,15 @@ def without_compiler(torch_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> N
     DistributedDataParallel import; see `torch_without_compiler/sitecustomize.py`.
     """
     if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
-        monkeypatch.setenv("PYTHONPATH", str(WITHOUT_COMPILER), prepend=os.pathsep)
+        monkeypatch.setenv("PYTHONPATH", python_path(TORCH_WITHOUT_COMPILER))
 
 
 @pytest.fixture(scope="session")
 def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
     """Keep a template with torch for all tests; scripts/matrix has it import torch as a whole."""
     whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
-    paths = filter(None, ["" if whole else str(WITHOUT_COMPILER), os.environ.get("PYTHONPATH")])
     env = {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": python_path() if whole else python_path(TORCH_WITHOUT_COMPILER),
         "OMP_NUM_THREADS": "1",  # else one rank has another template than several
     }
     launcher = WarmLauncher(tmp_path_factory.mktemp("warm"), env)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ..python_path import WITHOUT_TORCH, python_path
 from .conftest import Run, Write
 from .job import DEADLINE, MARKER, RALLYPOINT, TORCHRUN, Result, on_terminal, run_job
 
@@ -48,15 +49,6 @@ MEETING = (
     "job7",
 )  # without a backend torchrun takes no id
 FLAGS = ("--nproc-per-node", "2", "--role", "trainer", "--max-restarts", "2", *MEETING)
-
-
-STAND_IN = Path(__file__).parents[1] / "without_torch"
-
-
-def no_torch() -> dict[str, str]:
-    """The environment of one of a test's jobs that is to be `without_torch`."""
-    folders = [str(STAND_IN), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 # --- what a program finds
@@ -415,7 +407,9 @@ def test_modules_beside_the_script_do_not_get_between_torch_and_its_imports(
     write("re.py", "mine = True\n")
     write("torch_utils.py", "mine = True\n")
     program = write("train.py", "import torch_utils\nprint(torch_utils.mine)\n")
-    env = no_torch() if way else {}  # the program of a fresh rank imports none
+    env = (
+        {"PYTHONPATH": python_path(WITHOUT_TORCH)} if way else {}
+    )  # the program of a fresh rank imports none
     result = run(*way, "-n", "2", "train.py", cwd=program.parent, env=env)
     assert (result.rc, result.of(0), result.of(1)) == (0, ["True"], ["True"]), result.everything
 
@@ -500,7 +494,8 @@ def test_the_files_are_those_of_torchrun(run: Run, write: Write, tmp_path: Path)
         filters = ("--duplicate-stdout-filters", "kept", "--duplicate-stderr-filters", "err 0")
     flags = ("--nproc-per-node", "2", *MEETING, "-r", "0:3", "-t", "1:3", *filters)
     theirs = run(*flags, "--log-dir", tmp_path / "theirs", program, launcher=TORCHRUN)
-    ours = run("--fresh", *flags, "--log-dir", tmp_path / "ours", program, env=no_torch())
+    env = {"PYTHONPATH": python_path(WITHOUT_TORCH)}
+    ours = run("--fresh", *flags, "--log-dir", tmp_path / "ours", program, env=env)
     assert (theirs.rc, ours.rc) == (0, 0), theirs.everything + ours.everything
     expected, found = under(tmp_path / "theirs"), under(tmp_path / "ours")
     assert set(found) == set(expected)

@@ -1,0 +1,15 @@
+"""PYTHONPATH of jobs that tests start, and the stand-ins for torch that they find there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+WITHOUT_TORCH = Path(__file__).parent / "without_torch"
+TORCH_IN_PARTS = Path(__file__).parent / "torch_in_parts"
+TORCH_WITHOUT_COMPILER = Path(__file__).parent / "torch_without_compiler"
+
+
+def python_path(*folders: Path) -> str:
+    """Return this process' PYTHONPATH with `folders` in front."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
