@@ -77,7 +77,7 @@ def _run(program: str) -> dict[str, object]:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
-        status = 0
+        status, before = 0, dict(os.environ)
         sys.argv[:] = [program]
         sys.path[0] = os.path.dirname(program)
         os.chdir(sys.path[0])
@@ -86,6 +86,8 @@ def _run(program: str) -> dict[str, object]:
         except BaseException:
             status = 1
             traceback.print_exc()
+        os.environ.clear()
+        os.environ.update(before)
         sys.stdout.flush()
         sys.stderr.flush()
         said = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -112,9 +113,9 @@ def test_four_gpus() -> None:
 
 def test_a_gpu_that_others_use() -> None:
     here = found(replayed("four-h100"))
-    assert here.strangers([1, 2]) == (
-        "GPU 2: pid 4711 holds 70.1 GiB of its 79.6 GiB",
-    )  # and not the desktop's 20 MiB
+    (other,) = here.strangers([1, 2])  # and not the desktop's 20 MiB
+    # This machine may have a process of that number: then its name is told.
+    assert re.fullmatch(r"GPU 2: pid 4711( \(.+\))? holds 70\.1 GiB of its 79\.6 GiB", other)
     assert here.strangers([4711]) == ()  # a rank of ours
     assert found(replayed("four-h100"), "0,1").strangers([]) == ()  # of no concern
 

@@ -182,7 +182,7 @@ FAULTS: dict[str, Callable[[ChaosProxy], Any]] = {
 """By bytes, so that the speed of this machine does not matter. Resets by time come seldom enough for
 a client on a busy machine to connect between two of them."""
 
-ADDS = 100
+ADDS = 150
 
 ADD = f"""
 import json, sys, threading
