@@ -139,7 +139,7 @@ def _lines_of(code: CodeType) -> int:
 def test_an_exception_is_handed_on_by_few_functions_and_none_is_long(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, __file__, "run", "-n", "2", "train.py"],
+        [sys.executable, __file__, "run", "-n", "2", "--grace", "1", "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
