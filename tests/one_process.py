@@ -59,7 +59,7 @@ class OneProcess:
             self._process.communicate()
             raise AssertionError(f"{program.name} was not over after {DEADLINE:g} s")
         answer = self._process.stdout.readline()
-        assert answer, f"{program.name} has ended the process: status {self._process.wait()}"
+        assert answer, f"{program.name} has ended the process: status {self._process.wait(10)}"
         found = json.loads(answer)
         return subprocess.CompletedProcess(
             program, found["status"], found["stdout"], found["stderr"]

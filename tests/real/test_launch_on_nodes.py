@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.errors import UsageError
 from rallypoint.launcher.agent import results_elsewhere
-from rallypoint.launcher.launch import launch, several_nodes
+from rallypoint.launcher.launch import launch
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("without_torch")]
 
@@ -31,6 +31,12 @@ def f():
 {body}
 
 options = json.loads(sys.argv[1])
+for refused in options.pop("refused", ()):
+    try:
+        if options["node_rank"] == 0:
+            rallypoint.launch(f, **refused)
+    except rallypoint.RallypointError as error:
+        print("refused", error.code)
 try:
     for _ in range(options.pop("calls", 1) - 1):
         rallypoint.launch(f, nproc=2, nnodes=2, **options)
@@ -153,32 +159,41 @@ def test_a_node_that_waits_for_the_others_heeds_ctrl_c(start: Start, place: str)
     assert results([one]) == ["interrupted"]
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ({"nnodes": 0}, "usage"),
-        ({"nnodes": 2}, "several-nodes"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0:29400"}, "secret-missing"),
-        ({"nnodes": 2, "rdzv_endpoint": "no:de:0"}, "usage"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0:nine"}, "usage"),
-        ({"nnodes": 2, "rdzv_endpoint": "node0", "node_rank": 2}, "usage"),
-        ({"engine": "dask"}, "usage"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"nnodes": 0}, "usage"),
+    ({"nnodes": 2}, "several-nodes"),
+    ({"nnodes": 2, "rdzv_endpoint": "node0:29400"}, "secret-missing"),
+    ({"nnodes": 2, "rdzv_endpoint": "no:de:0"}, "usage"),
+    ({"nnodes": 2, "rdzv_endpoint": "node0:nine"}, "usage"),
+    ({"nnodes": 2, "rdzv_endpoint": "node0", "node_rank": 2}, "usage"),
+    ({"engine": "dask"}, "usage"),
+]
+
+
+@pytest.mark.parametrize(("options", "code"), REFUSED)
 def test_a_call_that_cannot_be_is_refused(options: dict[str, Any], code: str) -> None:
-    counted = several_nodes._calls
     with pytest.raises(UsageError) as refused:
         launch.launch(print, **options)
     assert refused.value.code == code
-    assert several_nodes._calls == counted, "the next call would not meet the other nodes'"
 
 
-def test_a_call_to_which_no_other_node_came_is_made_again(place: str, tmp_path: Path) -> None:
-    """The other node's first call was told to be another job's."""
-    secret, counted = tmp_path / "secret", several_nodes._calls
-    secret.touch(0o600)
-    secret.write_text(secrets.token_hex(32))
-    where: dict[str, Any] = {"rdzv_endpoint": place, "secret_file": str(secret)}
-    with pytest.raises(EnvironmentProblem) as alone:
-        launch.launch(print, nnodes=2, node_rank=0, timeout=0.5, **where)
-    assert (alone.value.code, several_nodes._calls) == ("join-timeout", counted)
+def test_nodes_meet_also_after_calls_of_one_that_came_to_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    """All nodes make the same calls, in one order, and know them by their number: after a call
+    that was refused, or to which no other node came, each next one was told to be another job's.
+    """
+    alone = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:1", "node_rank": 1, "timeout": 0.5}
+    where = {"secret_file": str(tmp_path / "secret")}
+    programs = start(
+        "return rank", refused=[*(options for options, _ in REFUSED), {**alone, **where}]
+    )
+    there = programs[1].communicate(timeout=60)
+    here = programs[0].communicate(timeout=60)
+    told = [line for line in here[0].splitlines() if line.startswith("re")]
+    assert told == [
+        *(f"refused {code}" for _, code in REFUSED),
+        "refused join-timeout",
+        "result [0, 1, 2, 3]",
+    ], here
+    assert "result [2, 3]" in there[0], there

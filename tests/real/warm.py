@@ -78,7 +78,7 @@ class WarmLauncher:
             self._process.communicate()
             raise AssertionError(f"{program.name} was not over after {DEADLINE:g} s")
         answer = self._process.stdout.readline()
-        assert answer, f"{program.name} has ended the launcher: status {self._process.wait()}"
+        assert answer, f"{program.name} has ended the launcher: status {self._process.wait(10)}"
         found = json.loads(answer)
         return Result(
             found["rc"],
