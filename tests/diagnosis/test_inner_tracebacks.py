@@ -134,3 +134,24 @@ def test_a_port_that_another_set_of_ranks_had() -> None:
         gone,
     )
     assert report.help[0].command == "rallypoint run -n 1 train.py"
+
+
+def test_what_a_task_of_rays_raised_is_the_exception() -> None:
+    """Its header was the headline: "rank 1 raised ray.exceptions.RayTaskError(ValueError):
+    ray::shard() (pid=15407, ip=192.0.2.2)". One task had called another here.
+    """
+    message = (
+        "\x1b[36mray::epoch()\x1b[39m (pid=15407, ip=192.0.2.2)\n"
+        '  File "/home/ada/train.py", line 9, in epoch\n    ray.get(shard.remote(1))\n'
+        "ray.exceptions.RayTaskError(ValueError): \x1b[36mray::shard()\x1b[39m (pid=15408, ip=192.0.2.2)\n"
+        '  File "/home/ada/data.py", line 6, in shard\n    raise ValueError("it is empty")\n'
+        "ValueError: it is empty"
+    )
+    report = judged("ray.exceptions.RayTaskError(ValueError)", message)
+    assert report.headline == "rank 1 raised ValueError: it is empty"
+    assert report.where == "data.py:6 in shard, pid 4001"
+    assert report.evidence == (
+        "it was raised in Ray's task shard() (pid=15408, ip=192.0.2.2), for rank 1",
+    )
+    (said,) = report.said
+    assert said.lines[-1] == "ValueError: it is empty"

@@ -244,7 +244,7 @@ _KINDS = {
 
 
 def kind_of(error: Raised) -> Kind:
-    """Return the kind of evidence that an exception is; of a process of mp.spawn, the inner one."""
+    """Return the kind of evidence that an exception is; of another process, the inner one."""
     if (inside := tracebacks.in_process(error)) is not None:
         error = inside[1]
     if error.code:

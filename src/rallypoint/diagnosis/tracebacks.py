@@ -14,17 +14,27 @@ from rallypoint.diagnosis.raised import LEFT_OUT, Frame, Raised, cut, joined
 from rallypoint.diagnosis.render import ESCAPES
 
 _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
+_IN_TASK = re.compile(r"^(?:[\w.]+\.RayTaskError\(\w+\): )?ray::(.+)$", re.MULTILINE)
 
 
 def in_process(error: Raised) -> tuple[str, Raised] | None:
-    """Return the number of a process that `mp.spawn` had started, and what it raised there; None
-    for any other error.
+    """Return words for another process in which this was raised, and what was: a process that
+    `mp.spawn` had started, or the innermost task of Ray. None for any other error.
     """
-    found = _IN_PROCESS.search(error.message)
-    if found is None:
+    text = error.message
+    if (found := _IN_PROCESS.search(text)) is not None:
+        where = f"process {found[1]} of those that mp.spawn had started in"
+        lines = text[found.end() :].rstrip().splitlines()
+    elif ".RayTaskError(" in error.type:
+        *_, found = (None, *_IN_TASK.finditer(text := ESCAPES.sub("", text)))
+        if found is None:
+            return None
+        where = f"Ray's task {found[1]}, for"
+        lines = [_TRACEBACK, *text[found.end() + 1 :].rstrip().splitlines()]
+    else:
         return None
-    inner = exception_in(error.message[found.end() :].rstrip().splitlines())
-    return (found[1], replace(inner, at=error.at, call=error.call)) if inner is not None else None
+    inner = exception_in(lines)
+    return (where, replace(inner, at=error.at, call=error.call)) if inner is not None else None
 
 
 _BY_RPC = re.compile(r"\bOn WorkerInfo\(id=(\d+), name=(.+)\):$", re.MULTILINE)

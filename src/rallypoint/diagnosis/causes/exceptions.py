@@ -269,14 +269,12 @@ silence has no rank to blame.
 """
 
 
-def _in_process(case: Case, number: str, error: Raised) -> Report:
-    """Tell what a process of `mp.spawn` raised: torch wraps its traceback into the message of
+def _in_process(case: Case, where: str, error: Raised) -> Report:
+    """Tell what a process of `mp.spawn` or a task of Ray raised: its traceback is in the message of
     another exception.
     """
     report = raised(case, error)
-    inside = (
-        f"it was raised in process {number} of those that mp.spawn had started in {case.subject}"
-    )
+    inside = f"it was raised in {where} {case.subject}"
     helps = report.help
     if report.code == "port-in-use" and case.job.world_size > 1:
         once = "start the program once, and let it spawn: of several, all ask for that port"

@@ -142,8 +142,8 @@ def traceback_said(
     rank: RankEvidence, error: Raised, room: int = TRACEBACK_LINES_LEAST
 ) -> tuple[Said, ...]:
     """Return the traceback, of a long one `room` lines; () when the terminal has it already. Where
-    a DataLoader or mp.spawn tells of another process, that one's: the outer traceback ends in the
-    library that passed it on."""
+    a DataLoader, mp.spawn or Ray tells of another process, that one's: the outer traceback ends in
+    the library that passed it on."""
     if rank.said_traceback or not error.traceback:
         return ()
     spawned = tracebacks.in_process(error)
