@@ -3432,6 +3432,7 @@ def test_what_each_rank_said_where_their_words_differ() -> None:
     ]
     (report,) = diagnose(job(*ranks))
     assert report.ranks == (0, 1, 2)
+    assert report.headline == "all 3 ranks raised ValueError, rank 0: sample 17 at 0x7f00"
     assert report.evidence == ("rank 2: sample 2003 at 0x",)
 
 
