@@ -423,6 +423,32 @@ def test_a_job_that_is_being_stopped_does_not_stall(tmp_path: Path, write: Write
     assert "job-stalled" not in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
+def test_a_process_of_a_rank_that_has_failed_stands_beside_the_rank(
+    tmp_path: Path, write: Write
+) -> None:
+    """The rank polls for what that process was to bring, and the other one waits for the rank."""
+    script = write(
+        "wait.py",
+        "import signal, subprocess, sys\n"
+        "server = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(3)'])\n"
+        "signal.pause()\n",
+    )
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        wait_for(
+            lambda: (
+                (found := ask(tmp_path)) is not None
+                and "which it had started, ended with exit code 3" in found.ranks[0].lost
+            ),
+            lambda: f"{ask(tmp_path)}",
+        )
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(["-n", "1", script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.rc == 130, result.everything
+
+
 # --- a rank's answers
 
 

@@ -99,7 +99,7 @@ class RankStanding(msgspec.Struct, frozen=True):
     missing: Missing = ""
     detail: str = ""  # the other program's command line, or how it ended
     node: int = 0
-    lost_thread: str = ""  # "OSError: shard 3 is corrupt", which ended one of its threads
+    lost: str = ""  # what of it has failed: "a thread died of OSError: shard 3 is corrupt"
     # "KeyError: 'x', raised at train.py:12 in step": in hand when it last began to wait for others
     handles: str = ""
     host: str = ""  # of its node, in a job on several; "" when it is not known
@@ -558,8 +558,7 @@ def _facts(group: Group, standing: Standing) -> str:
     parts.append(f"{'-'.join(map(str, used))} % CPU")
     held = _in_hand(group, standing.root)
     parts += [f"handles {held}"] if held else []
-    lost = next((one.lost_thread for one in ranks if one.lost_thread), "")
-    parts += [f"a thread died of {lost}"] if lost else []
+    parts += [one.lost for one in ranks if one.lost][:1]
     return " · ".join(parts)
 
 

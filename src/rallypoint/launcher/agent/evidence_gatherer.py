@@ -25,7 +25,7 @@ from rallypoint.diagnosis.evidence import (
     NodeEvidence,
     RankEvidence,
 )
-from rallypoint.host import devices, process_status
+from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.host.kernel_files import text_of
 from rallypoint.host.probe import Reached
@@ -185,15 +185,8 @@ class EvidenceGatherer:
         # Programs try whether there is a GPU, and go on without: an error of that counts only while
         # others wait for this rank to join.
         tries = not waits or handle.joined_at is not None
-        # The children of a rank that was sent a signal got the same one.
-        own = process_status.children(handle.pid) if handle.alive and not handle.sent else []
-        ends = ((pid, process_status.end_of_unreaped(pid) or (0, 0)) for pid in own)
-        # SIGTERM: the program wanted that end, as `child_processes` has it.
-        failed = [(pid, *end) for pid, end in ends if any(end) and end[1] != signal.SIGTERM]
-        if handle.alive and handle.raised is None:  # those that a Pool has lost and reaped
-            failed += [(one.pid, one.code, one.signal) for one in handle.children.children]
         return RankEvidence(
-            dead_child=next(iter(failed), None),
+            dead_child=handle.failed_child(),
             **{name: getattr(handle, name) for name in _AS_TOLD},
             handled=tuple(
                 one for one in handle.caught.values() if one.call != CUDA_START or not tries

@@ -107,7 +107,7 @@ class StackSampler:
             missing=missing,
             detail=detail,
             handles=held_ranks.in_hand(handle.handles),
-            lost_thread=named(handle.in_thread) if handle.in_thread is not None else "",
+            lost=_lost(handle),
         )
 
     def _why_not(
@@ -137,6 +137,16 @@ class StackSampler:
                 return "closing", ""
         # or an exec has replaced ours, and its handler with it
         return "other program", process_status.command_line(handle.pid)
+
+
+def _lost(handle: RankHandle) -> str:
+    """Return what of a rank has failed while it goes on, "" for nothing."""
+    if handle.in_thread is not None:
+        return f"a thread died of {named(handle.in_thread)}"
+    if (failed := handle.failed_child()) is not None:
+        pid, code, number = failed
+        return f"pid {pid}, which it had started, ended with {describe(code, number)}"
+    return ""
 
 
 def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
