@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run, Write
+from .conftest import Run, RunWarm, Write
 from .job import DEADLINE, RALLYPOINT
 
 GLOO = """\
@@ -104,3 +104,29 @@ def test_notes_are_said_before_the_other_nodes_have_come(run: Run, write: Write,
     result = run("--nnodes", "2", *where, *settings, write("train.py", ""))
     assert result.rc == 75, result.everything
     assert "join_timeot=600" in result.err
+
+
+@pytest.mark.torch
+def test_a_port_that_the_program_binds_in_each_rank_is_not_taken_for_the_jobs_own(
+    run_warm: RunWarm, write: Write, port: int
+) -> None:
+    """The error of Python's `socket` names no port, and the report told of MASTER_PORT's holder,
+    the job itself.
+    """
+    program = write(
+        "train.py",
+        "import socket\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "held = socket.socket()\n"
+        "try:\n"
+        f"    held.bind(('127.0.0.1', {port}))\n"
+        "    held.listen()\n"
+        "finally:\n"
+        "    dist.barrier()\n",
+    )
+    result = run_warm(program)
+    assert (result.rc, result.codes) == (1, ["port-in-use"]), result.everything
+    assert "every rank that runs this line" in result.err, result.everything
+    assert "is listening" not in result.err, result.everything
+    assert 'if os.environ["RANK"] == "0":' in result.err, result.everything

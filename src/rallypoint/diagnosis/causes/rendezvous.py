@@ -356,8 +356,11 @@ def port_in_use(case: Case, error: Raised) -> Report:
         if any(re.search(rf"\bpid {rank.pid}\b", holder) for holder in holders)
     ]
     evidence = holders[1:]
-    if own:
-        why = f"rank {own[0].rank} of this job has it: {holders[0]}"
+    of_all = not port and not holders and len(case.node.ranks) > 1
+    if own or of_all:
+        why = "every rank that runs this line with the same number wants the same port"
+        if own:
+            why = f"rank {own[0].rank} of this job has it: {holders[0]}"
         helps: tuple[Help, ...] = (
             Help(
                 "bind it in one rank only, or give each rank its own",
@@ -382,13 +385,9 @@ def port_in_use(case: Case, error: Raised) -> Report:
             helps = (Help(advice),)
         elif case.job.log and "server socket" in error.message:
             helps = _OTHER_PORT
-        if not holders:
-            helps += (
-                Help(
-                    "or see who holds it, as root",
-                    f"ss -ltnp 'sport = :{port}'" if port else "ss -ltnp",
-                ),
-            )
+    if not holders:
+        command = f"ss -ltnp 'sport = :{port}'" if port else "ss -ltnp"
+        helps += (Help("or see who holds it, as root", command),)
     return account(
         case,
         "port-in-use",

@@ -283,7 +283,9 @@ def _holders(ranks: Sequence[RankHandle]) -> tuple[str, ...]:
             if classify.says("port-in-use", raised.message):
                 from rallypoint.host import ports
 
-                port = classify.port_named(raised.message) or _port_of(handle)
+                # a socket of the program's own may be at any other port
+                meeting = _port_of(handle) if raised.call else 0
+                port = classify.port_named(raised.message) or meeting
                 found = ports.holders(port) if port else ()
                 serving = {
                     holder.pid for holder in found if holder.state == "listening" and holder.pid
