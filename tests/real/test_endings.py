@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ..python_path import python_path
 from .conftest import Run, Write
 from .job import DEADLINE, environment
 
@@ -45,14 +46,10 @@ def test_a_rank_ends_as_a_program_does(run: Run, tmp_path: Path) -> None:
     alone.mkdir()
     rank.mkdir()
     given = environment(tmp_path, "alone", {})
-    subprocess.run(
-        [sys.executable, "-u", ENDINGS, alone],
-        check=True,
-        stdin=subprocess.DEVNULL,
-        env=given,
-        timeout=DEADLINE,
-    )
-    result = run("-n", "1", ENDINGS, rank)
+    python = [sys.executable, "-u", ENDINGS, alone]
+    with subprocess.Popen(python, stdin=subprocess.DEVNULL, env=given) as process:
+        result = run("-n", "1", ENDINGS, rank)
+        assert process.wait(DEADLINE) == 0
     assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
     assert left(rank) == left(alone)
 
@@ -69,7 +66,7 @@ def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) ->
     write("own.py", "class Own:\n    def __del__(self): print('own taken apart')\n")
     program = write("train.py", "import held, own\nown.own = own.Own()\n")
     folder = program.parent / "shared" / "pkg-packages"
-    result = run("-n", "1", "--preload", "held,own", program, env={"PYTHONPATH": str(folder)})
+    result = run("-n", "1", "--preload", "held,own", program, env={"PYTHONPATH": python_path(folder)})
     assert (result.rc, result.out) == (0, "own taken apart\n"), result.everything
 
 

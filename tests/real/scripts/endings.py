@@ -122,12 +122,12 @@ process = multiprocessing.get_context("fork").Process(target=child); process.sta
 """,
     "a loader": """
 import torch
-loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, persistent_workers=True)
+loader = torch.utils.data.DataLoader(list(range(8)), num_workers=1, persistent_workers=True)
 batches = iter(loader); print(next(batches))
 """,
     "a profile": """
 import torch
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile: torch.ones(3) + 1
+with torch.autograd.profiler.profile() as profile: torch.ones(3) + 1  # torch.profiler imports a compiler
 print(any(event.key == "aten::add" for event in profile.key_averages()))
 """,
     "a group that is not closed": """
@@ -155,7 +155,8 @@ def end_as(name: str, folder: str) -> None:
 
 
 def run_all(folder: str) -> str | None:
-    """The name of the case that this process is to be, None in the process that has started them all."""
+    """The name of the case that this process is to be, None in the process that has started them all and seen their ends."""
+    started: dict[int, str] = {}
     for name in sorted(CASES, key=lambda name: "import torch" in CASES[name]):
         if "import torch" in CASES[name]:
             import torch.distributed  # once for all of them
@@ -164,6 +165,8 @@ def run_all(folder: str) -> str | None:
         pid = os.fork()
         if pid == 0:
             return name
+        started[pid] = name
+    for pid, name in started.items():
         _, status = os.waitpid(pid, 0)
         with open(os.path.join(folder, name, "status"), "w") as file:
             file.write(str(os.waitstatus_to_exitcode(status)))
