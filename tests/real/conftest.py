@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import pytest
 
 from ..one_process import OneProcess
-from ..python_path import TORCH_WITHOUT_COMPILER, python_path
+from ..python_path import DIGITS_ALONE, TORCH_WITHOUT_COMPILER, python_path
 from .job import Result, run_job
 from .warm import WarmLauncher
 
@@ -59,6 +59,14 @@ def without_compiler(torch_in_parts: None, monkeypatch: pytest.MonkeyPatch) -> N
     """
     if not os.environ.get("RALLYPOINT_WHOLE_TORCH"):
         monkeypatch.setenv("PYTHONPATH", python_path(TORCH_WITHOUT_COMPILER))
+
+
+@pytest.fixture
+def digits_alone(without_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start jobs that take scikit-learn's digits without importing the rest of it; see
+    `digits_alone/sklearn`.
+    """
+    monkeypatch.setenv("PYTHONPATH", python_path(DIGITS_ALONE))
 
 
 @pytest.fixture(scope="session")

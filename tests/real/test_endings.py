@@ -66,7 +66,9 @@ def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) ->
     write("own.py", "class Own:\n    def __del__(self): print('own taken apart')\n")
     program = write("train.py", "import held, own\nown.own = own.Own()\n")
     folder = program.parent / "shared" / "pkg-packages"
-    result = run("-n", "1", "--preload", "held,own", program, env={"PYTHONPATH": python_path(folder)})
+    result = run(
+        "-n", "1", "--preload", "held,own", program, env={"PYTHONPATH": python_path(folder)}
+    )
     assert (result.rc, result.out) == (0, "own taken apart\n"), result.everything
 
 

@@ -13,7 +13,7 @@ from .conftest import Run, Write
 from .test_local_sgd import PRELOAD
 from .test_scripts_of_others import EXAMPLES, needs
 
-pytestmark = pytest.mark.usefixtures("without_compiler")
+pytestmark = pytest.mark.usefixtures("digits_alone")
 
 DEADLINE = 100.0  # seconds
 # One after the other in the same ranks: what both import is imported once.

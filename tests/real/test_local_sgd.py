@@ -16,7 +16,7 @@ from .job import DEADLINE, Result, run_job
 from .test_scripts_of_others import EXAMPLES, needs
 from .test_supervision import events
 
-pytestmark = [pytest.mark.usefixtures("without_compiler"), pytest.mark.torch, needs("sklearn")]
+pytestmark = [pytest.mark.usefixtures("digits_alone"), pytest.mark.torch, needs("sklearn")]
 
 EXAMPLE = EXAMPLES / "local_sgd.py"
 PRELOAD = ("--preload", "sklearn.datasets,torch._dynamo")  # once, and not in each rank

@@ -64,7 +64,11 @@ def set_umask() -> None:
 
 def facts(state: Path, *launcher: str, torch: bool = True) -> list[dict[str, Any]]:
     """What the two ranks of scripts/facts.py saw, of torch as well if they import it."""
-    env = {"SOMETHING": "of the user's", "UNICODE": "ä\n", "FACTS_OF_TORCH": "yes" if torch else "no"}
+    env = {
+        "SOMETHING": "of the user's",
+        "UNICODE": "ä\n",
+        "FACTS_OF_TORCH": "yes" if torch else "no",
+    }
     os.dup2(2, FOREIGN_FD)
     try:
         result = run_job(
