@@ -7,9 +7,9 @@ or `python script.py`, a plain program that an exception of ours leaves: then Py
 in the last line of the traceback. A program that calls `rallypoint doctor` has it below the line of
 the check.
 
-Ranks that need torch, and are started without any option but their number, are forked from a warm
-template in place of the command, and plain programs that need it are run in one process: torch
-would be imported for each page.
+Ranks that are started without any option but their number are forked from a warm template in place
+of the command, and plain programs that need torch are run in one process: torch would be imported
+for each page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDS_TORCH = ("torch", "Tensor", '"doctor"')
 _ALSO = {"spawn-inside-run": "rallypoint run -n 1 script.py\n"}  # what else the report says
 _PLAIN = re.compile(r"rallypoint run -n (\d) script\.py")
-_BY_COMMAND = {"spawn-inside-run"}  # its report has the command in it
+# Their reports have the command in them, or they are of the launcher's own start or end.
+_BY_COMMAND = {"spawn-inside-run", "start-failed", "port-in-use", "launcher-died"}
 PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search(page(code)))}
 
 
@@ -93,20 +94,20 @@ def test_the_script_of_a_page_produces_its_code(
         (tmp_path / name).write_text(text)
     text = "".join(text for _, text in files)
     plain = _PLAIN.fullmatch(PAGES[code])
-    if not any(word in text for word in _NEEDS_TORCH):
+    if plain and code not in _BY_COMMAND:
+        run_warm: RunWarm = request.getfixturevalue("run_warm")
+        result = run_warm(tmp_path / "script.py", nproc=int(plain[1]))
+        status, told = result.rc, result.out + result.err
+    elif not any(word in text for word in _NEEDS_TORCH):
         request.getfixturevalue("without_torch")
         status, told = _run(code, tmp_path)
     elif PAGES[code] == "python script.py" and not re.search(r"import subprocess|os\.exec", text):
         one_process: OneProcess = request.getfixturevalue("one_process")
         done = one_process.run(tmp_path / "script.py")
         status, told = done.returncode, done.stdout + done.stderr
-    elif plain is None or code in _BY_COMMAND:
+    else:
         request.getfixturevalue("torch_in_parts")
         status, told = _run(code, tmp_path)
-    else:
-        run_warm: RunWarm = request.getfixturevalue("run_warm")
-        result = run_warm(tmp_path / "script.py", nproc=int(plain[1]))
-        status, told = result.rc, result.out + result.err
     label = CATALOGUE[code].label
     if _starts_ranks(code):
         assert f"{label}[{code}]: " in told, told
