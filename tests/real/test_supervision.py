@@ -100,13 +100,29 @@ def helper(state: Path, name: str, launcher: int) -> int:
     return next(int(pid) for pid in children if int(pid) != template)
 
 
+# As scripts/family.py, of which the last test has a DataLoader's workers and a group.
+FAMILY = """\
+import multiprocessing, os, subprocess, time
+subprocess.Popen(["sleep", "1001"])
+subprocess.Popen(["sleep", "1002"], start_new_session=True)
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+print(f"rank {os.environ['RANK']} is up", flush=True)
+time.sleep(1000)
+"""
+
+
 @pytest.mark.parametrize(
     "victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join
 )
 def test_nothing_survives_a_launcher_s_process(
-    tmp_path: Path, places: Path, victims: tuple[str, ...]
+    tmp_path: Path, places: Path, request: pytest.FixtureRequest, victims: tuple[str, ...]
 ) -> None:
     """Neither process nor socket."""
+    program = tmp_path / "train.py"
+    program.write_text(FAMILY)
+    family = ["family.py", "wait"] if len(victims) > 1 else [str(program)]
+    if family == [str(program)]:
+        request.getfixturevalue("without_torch")
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
@@ -115,7 +131,7 @@ def test_nothing_survives_a_launcher_s_process(
             os.kill(pid, signal.SIGKILL)
 
     result = run_job(
-        ["-n", "2", "family.py", "wait"],
+        ["-n", "2", *family],
         state=tmp_path,
         act=act,
         env={"XDG_RUNTIME_DIR": str(places)},
@@ -302,7 +318,6 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
         ("flag", "async"),
         ("interrupt", "sync"),
         ("flag", "ddp"),
-        ("interrupt", "ddp"),
     ],
 )
 def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
@@ -414,11 +429,14 @@ def test_ctrl_c_while_the_template_imports(tmp_path: Path) -> None:
     assert not any(e["what"] == "worker-started" for e in result.events)
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("after", [0.0, 0.003, 0.008, 0.015, 0.03, 0.06])
 def test_ctrl_c_in_the_first_moments_is_quiet(tmp_path: Path, after: float) -> None:
     """Before the launcher listens, Ctrl-C ends it as it ends any program: no traceback, no crash
     inside an import, not lost.
     """
+    program = tmp_path / "train.py"
+    program.write_text("import time\ntime.sleep(1000)\n")
 
     def act(process: subprocess.Popen[bytes]) -> None:
         maps = Path(f"/proc/{process.pid}/maps")
@@ -430,7 +448,7 @@ def test_ctrl_c_in_the_first_moments_is_quiet(tmp_path: Path, after: float) -> N
         time.sleep(after)  # not to synchronise: any moment from here on will do
         process.send_signal(signal.SIGINT)
 
-    result = run_job(["-n", "2", "stopping.py", "plain"], state=tmp_path, act=act)
+    result = run_job(["-n", "2", program], state=tmp_path, act=act)
     assert result.rc in (130, -signal.SIGINT), result.everything
     assert "Traceback" not in result.err, result.everything
     assert "internal-error" not in result.err
