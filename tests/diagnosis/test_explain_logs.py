@@ -2852,6 +2852,37 @@ def test_a_message_behind_any_progress_bar_is_read(bar: str) -> None:
     assert _told(f"{bar}\n{bar}{words}\n")[0].code == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("Epoch 3:  45%|####5     | 100/222 [00:10<00:12,  9.8it/s, loss=0.3Killed", "rank-killed"),
+        (" 12/100 [==>...........] - ETA: 1:02 - loss: 0.3Killed", "rank-killed"),
+        ("Training:  12%|#2        | 12/100Segmentation fault (core dumped)", "rank-crashed"),
+        ("0/10 [00:00<?, ?it/szsh: bus error  python train.py", "rank-crashed"),
+        ("已杀死", "rank-killed"),
+        ("段错误 (核心已转储)", "rank-crashed"),
+        ("run.sh: 行 3: 12345 已杀死               python train.py", "rank-killed"),
+        (
+            "run.sh\uff1a第 3 行\uff1a12345 已放弃 \uff08核心已转储\uff09 python a.py",
+            "rank-crashed",
+        ),
+    ],
+)
+def test_what_a_shell_says_behind_any_bar_and_in_chinese_is_read(line: str, code: str) -> None:
+    assert _told(f"step 1\n{line}\n")[0].code == code
+
+
+def test_a_word_of_a_shell_in_a_sentence_tells_nothing() -> None:
+    for line in ("3 Killed", "jobs: 2 Killed, 3 done", "status=Killed", "[1] Aborted by user"):
+        assert _told(f"step 1\n{line}\n")[0].code == "cause-unknown"
+
+
+def test_a_traceback_behind_the_echo_of_ctrl_c_is_a_stop_though_its_end_was_not_pasted() -> None:
+    cut = 'Traceback (most recent call last):\n  File "/srv/train.py", line 9, in <module>\n    for'
+    assert _told(f"^C{cut}")[0].headline == "the job was stopped by Ctrl-C"
+    assert _told(cut)[0].code == "cause-unknown"
+
+
 _INTERRUPTED = 'Traceback (most recent call last):\n  File "/srv/serve.py", line 9, in wait\n    poll()\nKeyboardInterrupt{}\n'
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rallypoint.diagnosis.log_events import Sign
 
-NAMES = "Killed|Segmentation fault|Aborted|Bus error|Terminated|Floating point exception|Illegal instruction"
+NAMES = "Killed|Segmentation fault|Aborted|Bus error|Terminated|Floating point exception|Illegal instruction|已杀死|段错误|已放弃"
 SERVICE = "the service that ran it"
 ARGPARSE = "argparse"
 

@@ -97,6 +97,7 @@ SIGNALS = {
     "Broken pipe": 13, "Alarm clock": 14, "Terminated": 15, "CPU time limit exceeded": 24,
     "File size limit exceeded": 25, "Bad system call": 31,
     "Abort": 6, "Illegal hardware instruction": 4, "Trace trap": 5,
+    "段错误": 11, "已放弃": 6,
 }  # fmt: skip
 """strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended, and
 the last ones zsh's.
@@ -120,6 +121,8 @@ GAVE_UP = (
     r"|objc\[\d+\]: .{1,400}\bCrashing instead\b|.{0,400}:\d+: failed assertion `"
     r"|.{0,100}\*\*\* Terminating app due to uncaught exception '"
     r"|libc\+\+abi(?:\.dylib)?: terminating "  # LLVM's library of C++
+    # of Intel's and LLVM's OpenMP, and of Intel's network cards
+    r"|(?:OMP: Error #\d+|\S{1,200}): Assertion failure at \S{1,300}\d"
 )
 """Beginnings of lines by which a library tells for what it aborts the process."""
 

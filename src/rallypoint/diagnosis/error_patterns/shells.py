@@ -60,13 +60,13 @@ LINES = (
     # A script's shell names the process; one that a person types in pads the name to 24 columns
     # before the command, or has it alone. macOS has the number of the signal behind it.
     line(
-        "line ",
-        rf"^\s{{0,8}}\S+: line \d+: +(?P<pid>\d+) {_ENDED}(?: \(core dumped\))?(?: +\S.*)?$",
+        " ",
+        rf"^\s{{0,8}}\S+[:\uff1a] ?(?:line|第|行) \d+(?: 行)?[:\uff1a] *(?P<pid>\d+) {_ENDED}(?: ?[(\uff08][^)\uff09]{{3,30}}[)\uff09])?(?: +\S.*)?$",
         by="the shell",
     ),
     line(
         "",
-        rf"^(?:\[\d+\][+-]? {{1,3}})?{_ENDED}(?: \(core dumped\)| *(?:(?<=^.{{24}})|(?<=^\[.{{29}}))\S.*)?$",
+        rf"^(?:\[\d+\][+-]? {{1,3}})?{_ENDED}(?: ?[(\uff08](?:core dumped|核心已转储)[)\uff09]| *(?:(?<=^.{{24}})|(?<=^\[.{{29}}))\S.*)?$",
         by="the shell",
     ),
     # zsh and fish; jobs in the background may be others than this one

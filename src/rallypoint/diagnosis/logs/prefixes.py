@@ -26,13 +26,15 @@ _CARRIERS = re.compile(
     # A progress bar of tqdm's, which ends without a newline. Without a total it has its unit.
     r"|.{0,200}?\d(?: ?[A-Za-z]\w{0,20} \[[\d:]{4,12}|[kMGTPE]? \[[\d:]{4,12}<[\d:?]{1,12}), [^\]]{1,200}\](?=[^\s\]])"
     r"|.{0,200}?\beta:? +[\d:]{4,12} ?[-|/\\](?=[A-Z])"  # progressbar's, which turns
+    # a bar of any kind, and behind it how a shell tells the end
+    r"|.{0,300}?(?:[\d\]%]|it/s)(?=(?:Killed|Terminated|Aborted|Segmentation fault|Bus error|已杀死)(?: \(core dumped\))?$|zsh: [a-z])"
     # journald, syslog
     r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
     r"|> (?=\S|  |$)"  # a quotation
     # the column of a summary
     r"| {0,40}\| (?=\[rank\d+\]: )"
-    # the marks of a page
-    r"|[`*_#]{1,8} ?(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): |\[[\w,:.-]{1,60}\](?:<std|: ))"
+    # the marks of a page; "Error:" before the type
+    r"|(?:[`*_#]{1,8}|[Ee]rror[:\uff1a]) ?(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): |\[[\w,:.-]{1,60}\](?:<std|: ))"
     r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
     r"|[\w.-]+[-_]\d+ +\| "  # docker compose
     # vLLM

@@ -258,7 +258,7 @@ class Reader:
         last_frame = text[-JOINED:].rpartition(' File "')[2].rpartition(", line ")[2]
         joined = _IN_ONE_LINE.match(last_frame)
         ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
-        if before and not before.startswith(("Original", "Remote")):
+        if before and not before.startswith(("Original", "Remote", "^C")):
             speaker, words = prefixes.before_traceback(text[:at], speaker)
             self._ranks.add(speaker.rank)
             if words:  # of a process of its own, which wrote them into that line

@@ -120,7 +120,8 @@ class Traceback(Block):
         self._ended = False
         self._doubtful: tuple[str, str, int] | None = None
         self._kind, self._message = "", [""]
-        self._task = ""  # the type of what a task of Ray's raised; its own traceback is below
+        # the type of what a task of Ray's raised (its own traceback is below), or Ctrl-C
+        self._task = "KeyboardInterrupt" if head == "^C" else ""
 
     @classmethod
     def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
