@@ -31,7 +31,7 @@ _FAILURE = re.compile(
     r"|\b(?:[Kk]illed by|[Tt]imed out|[Uu]nable to|got stuck|shut down because|sending signal (?:TERM|KILL)|fallen off the bus|NVRM: Xid)\b"
     r"|\b(?:[Ee]xit(?:ed)?(?: with)?(?: (?:[Ee]xit )?(?:[Cc]ode|[Ss]tatus))|exitcode|EXIT CODE)\b ?[:=]? *-?(?!0\b)\d+"
     r"|\b[Ll]ost (?:communication|connection|contact) (?:with|to)\b|\bwill (?:terminate the job|now abort)\b"
-    r"|\bThere are not enough slots\b"
+    r"|\bThere are not enough slots\b|\bnot registered within the timeout\b"
     r"|non-zero (?:exit|status)|\bSIG(?:SEGV|ABRT|BUS|ILL|FPE|KILL)\b|\b(?:Reason|Status|reason|status): +(?:Error|Failed|OOMKilled)\b"
     r"|退出代码 ?-?[1-9]|\bSystemExit: [1-9]|\bdoes not know how to route\b"
 )

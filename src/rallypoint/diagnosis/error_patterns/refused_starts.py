@@ -58,6 +58,13 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         ),
     ),
     (
+        "I ",  # Open MPI; Intel MPI and MPICH, of their network
+        r"^(?:At least one pair of MPI (?=processes are)|\w{0,60}(?:init|open|create|exchange)\w{0,60}\(\d+\)\.*: ?(?=OFI \w))"
+        r"(?P<reason>processes are unable to reach each other|OFI .+)",
+        "MPI did not start the job: {reason}",
+        Help("let it talk by TCP alone", "mpirun --mca btl self,tcp ...  # or FI_PROVIDER=tcp"),
+    ),
+    (
         "run as root",
         r"^(?P<by>\w+) has detected an attempt to run as (?P<reason>root)\.",
         "{by} did not start the job: it does not run as {reason}",
