@@ -40,6 +40,7 @@ HALVES = (
     "fifteenth",
     "sixteenth",
     "seventeenth",
+    "eighteenth",
     "developed",
 )
 
