@@ -59,8 +59,8 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     ),
     (
         "I ",  # Open MPI; Intel MPI and MPICH, of their network
-        r"^(?:At least one pair of MPI (?=processes are)|\w{0,60}(?:init|open|create|exchange)\w{0,60}\(\d+\)\.*: ?(?=OFI \w))"
-        r"(?P<reason>processes are unable to reach each other|OFI .+)",
+        r"^(?:At least one pair of MPI |(?:\[\d+\] )?MPI startup\(\): |\w{0,60}(?:init|open|create|exchange|provider)\w{0,60}\(\d+\)\.*: ?)"
+        r"(?P<reason>processes are unable to reach each other|\w+ fabric is not available and fallback .+|OFI \w.+)",
         "MPI did not start the job: {reason}",
         Help("let it talk by TCP alone", "mpirun --mca btl self,tcp ...  # or FI_PROVIDER=tcp"),
     ),
