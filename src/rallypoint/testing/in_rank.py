@@ -60,6 +60,7 @@ class Body:
         _explain_comparisons(setting)
         warnings.filters[:] = setting.filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
+        rank = os.environ["RANK"]  # the body may take it away
         try:
             returned = body(**given)
             if isinstance(returned, Awaitable | AsyncIterable):
@@ -73,7 +74,7 @@ class Body:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            _tell(setting, error)
+            _tell(setting, rank, error)
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 sys.exit(1)  # in a test without ranks it is a failure, too
             raise
@@ -86,7 +87,7 @@ def _no_breakpoint(*_: object, **__: object) -> NoReturn:
     )
 
 
-def _tell(setting: Setting, error: BaseException) -> None:
+def _tell(setting: Setting, rank: str, error: BaseException) -> None:
     import pytest
 
     kind: Literal["failed", "skipped", "xfailed", "exit"] = "failed"
@@ -117,7 +118,7 @@ def _tell(setting: Setting, error: BaseException) -> None:
                 place,
             )
         )
-    path = os.path.join(setting.folder, f"rank{os.environ['RANK']}")
+    path = os.path.join(setting.folder, f"rank{rank}")
     with open(path, "wb") as file:
         file.write(data)
     os.rename(path, f"{path}.told")  # a rank may be stopped in the middle
