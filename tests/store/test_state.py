@@ -1111,6 +1111,8 @@ def test_names_keys_waiters_and_sessions_are_limited() -> None:
     for kind, *fields in [
         (m.Set, "x" * 17, b"\x01"), (m.Add, "ä" * 9, 1), (m.Append, "x" * 17, b"x"), (m.Push, "x" * 17, b"x"), (m.Get, "x" * 17, 1.0),
         (m.Lock, "x" * 17, "main", None), (m.Claim, "x" * 17, None), (m.Arrive, "x" * 17, 2, None), (m.Pop, "x" * 17, 1.0),
+        # whose last round would be remembered, though nobody waits
+        (m.Arrive, "x" * 17, 1, None), (m.Arrive, "x" * 17, 2, 0.0),
     ]:  # fmt: skip
         failed = a.ask(kind, *fields)  # type: ignore[arg-type]
         assert failed.code == "key-too-long"

@@ -54,8 +54,7 @@ NAMES_KEPT = 4096
 own must not fill the server."""
 
 SEATS_KEPT = 65_536
-"""Sessions, and ranks that did not come, in all that these remember, as many as may live: 50 MB at
-most, if all of them have ended."""
+"""Sessions, and ranks that did not come, in all that these remember: 50 MB at most."""
 
 RANKS_KEPT = 65_536
 """Ranks of which the last session that ended is remembered."""
@@ -360,7 +359,8 @@ class Barriers(Kind):
     # --- questions ---
 
     def _check(self, request: Arrive) -> None:
-        """Refuse sizes that no barrier can have, and a value that cannot be passed on."""
+        """Refuse sizes that no barrier can have, and what is too long to be kept or passed on."""
+        self._budget.check_name(request.name)  # its last round is remembered by it
         size, quorum, length = request.size, request.quorum, len(request.value)
         if size < 1:
             raise Refused("bad-request", f"a barrier of {size} has nobody to wait for", size=size)
