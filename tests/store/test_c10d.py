@@ -878,8 +878,12 @@ def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("operation", "given", "result"),
+    [("get", "a", b"1"), ("append", "l", None), ("multi_get", ["a", "a"], [b"1", b"1"])],
+)
 def test_a_process_that_stood_still_goes_on(
-    server: rallypoint.Server, client: rallypoint.Store
+    server: rallypoint.Server, client: rallypoint.Store, operation: str, given: Any, result: Any
 ) -> None:
     client.c10d().set("a", "1")
     before = client.status()["sessions"]
@@ -889,7 +893,9 @@ def test_a_process_that_stood_still_goes_on(
             store = rallypoint.connect(server.address, secret=server.secret, ttl=1.0).c10d()
             store.get("a")
             os.kill(os.getpid(), signal.SIGSTOP)
-            os._exit(0 if [tried(store.get, "a") for _ in range(2)] == [b"1", b"1"] else 3)
+            more = ("x",) if operation == "append" else ()
+            told = [tried(getattr(store, operation), given, *more) for _ in range(2)]
+            os._exit(0 if told == [result] * 2 else 3)
         except BaseException:
             os._exit(4)
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])

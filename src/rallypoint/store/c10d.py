@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from rallypoint.clock import Clock
 from rallypoint.errors import (
@@ -58,6 +58,8 @@ from rallypoint.wire.messages import (
     Value,
 )
 from rallypoint.wire.values import Parts
+
+T = TypeVar("T")
 
 _kept: list[Any] = []
 """Every c10d store of this process. torch's C++ holds only its own half of one, which without the
@@ -224,7 +226,7 @@ class _Operations:
         name, data = self._name(key), _bytes(value)
         if not isinstance(self._encoded(data, name), Parts):
             try:
-                self._store.ask(Append, name, data)
+                _again(self._store.ask, Append, name, data)
                 return
             except LimitExceeded as limit:
                 if limit.code != "value-too-large":
@@ -349,20 +351,16 @@ class _Operations:
         self, kind: type[Request], *fields: Any, wait: float | None = None
     ) -> tuple[AnyReply, memoryview | None]:
         try:
-            try:
-                return self._store.ask(kind, *fields, wait=wait)
-            except SessionLost as lost:
-                # This process stood still for too long. Nothing that torch keeps here goes with a
-                # session, so it need not know.
-                if not lost.same_server or lost.outcome != "did not happen":
-                    raise
-                return self._store.ask(kind, *fields, wait=wait)
+            return _again(self._store.ask, kind, *fields, wait=wait)
         except (EnvironmentProblem, UsageError) as error:
             _raise(error)
 
     def _ask_many(self, requests: list[Asked]) -> list[tuple[AnyReply, memoryview | None]]:
         try:
-            replies = self._store.ask_many(requests)
+            many = self._store.ask_many
+            # Of several changes some may have happened.
+            reads = requests and not requests[0][0].changes
+            replies = _again(many, requests) if reads else many(requests)
             for (kind, fields), (reply, _) in zip(requests, replies, strict=True):
                 if isinstance(reply, Failed):
                     raise refused(kind, fields, reply)
@@ -412,6 +410,18 @@ class _Operations:
                 f"the value is no bytes but a {type(value).__name__}: something else than a c10d store wrote it"
             )
         return value
+
+
+def _again(ask: Callable[..., T], *given: Any, **named: Any) -> T:
+    """Ask, and once more when it is known that the session was over before: this process stood
+    still for too long. Nothing that torch keeps here goes with a session, so it need not know.
+    """
+    try:
+        return ask(*given, **named)
+    except SessionLost as lost:
+        if not lost.same_server or lost.outcome != "did not happen":
+            raise
+        return ask(*given, **named)
 
 
 def _text(key: object) -> str:
