@@ -114,7 +114,7 @@ def killed(case: Case, caught: Raised | None = None) -> Report:
         return resources.out_of_memory(case)
     name = signal_name(number)
     evidence = [
-        f"{case.subject} ended by {name}; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"
+        f"{case.subject} ended by {name}, which rallypoint had not sent"
     ]
     why, helps = f"who sent {name} is not known", list[Help]()
     if case.job.log is not None:

@@ -30,7 +30,7 @@ def out_of_memory(case: Case) -> Report:
         why=why_killed(memory, certain=certain),
         evidence=(
             *kills_known(memory, pids(in_log) if in_log else ""),
-            f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal",
+            f"{case.subject} ended by SIGKILL, which rallypoint had not sent",
             *resident(case.node.ranks),
         ),
         help=less_memory(case.job),
