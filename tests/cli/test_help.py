@@ -54,7 +54,7 @@ def test_defaults_and_exit_statuses_are_told() -> None:
     for words in (
         "SIGKILL (default: 30)",
         "either way (default: stop)",
-        "three times at once (default: 0)",
+        "within 10 s each (default: 0)",
         "exit status is 0 when every rank",
     ):
         assert words in told

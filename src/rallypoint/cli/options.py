@@ -170,8 +170,8 @@ RUN: tuple[Option, ...] = (
     ),
     Option(
         "--max-restarts",
-        "how often all ranks are started again after a failure, unless the same one comes three "
-        "times at once",
+        "how often all ranks are started again after a failure; no more when the same exception "
+        "has ended three attempts within 10 s each",
         metavar="N", fate="same", read=read_count, default=0, variable="PET_MAX_RESTARTS",
         example="--max-restarts 3",
     ),
