@@ -451,6 +451,15 @@ def test_nan_and_infinity_spread_and_are_told_by_rank(
     )
 
 
+@pytest.mark.parametrize("count", [1, LARGE])
+def test_of_many_parts_with_a_nan_the_first_twenty_are_named(
+    connect: Callable[..., Store], count: int
+) -> None:
+    value = {f"p{number:02}": torch.full((count,), math.nan) for number in range(30)}
+    ((_, leaves),) = connect().average("w", value, 1, details=True).not_finite
+    assert leaves == tuple(f"value['p{number:02}']" for number in range(20))
+
+
 def test_a_sum_beyond_the_dtype_is_infinite_and_nobodys(connect: Callable[..., Store]) -> None:
     for got in together(
         [connect() for _ in range(2)],

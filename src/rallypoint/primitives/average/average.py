@@ -41,7 +41,7 @@ from rallypoint.primitives.average.participants import (
     scope,
 )
 from rallypoint.primitives.average.segments import ANY_ROUND, OwnSegment, cache_of, head_of
-from rallypoint.primitives.average.sync import AverageRound
+from rallypoint.primitives.average.sync import NAMED, AverageRound
 from rallypoint.primitives.average.work_split import Weights, combine, sum_of
 from rallypoint.store.client.arguments import described, key_of, seconds_of, size_of
 from rallypoint.store.state.attendance import attendance, who
@@ -223,7 +223,7 @@ class _AverageCall:
         strange = {}
         if not finite:
             found = {index: layout.paths_not_finite(value, 0) for index, value in values.items()}
-            strange = {index: tuple(paths) for index, paths in found.items() if paths}
+            strange = {index: tuple(paths[:NAMED]) for index, paths in found.items() if paths}
         averaged = self._averaged(met, participants, range(len(participants)), strange, finite)
         return averaged, lambda targets: MeanWriter(layout, targets).write(
             memory, 0, 0, layout.size
