@@ -24,7 +24,6 @@ from typing import Any, NoReturn, TypeVar
 from rallypoint.clock import Clock
 from rallypoint.errors import (
     EnvironmentProblem,
-    LimitExceeded,
     RallypointError,
     SessionLost,
     StoreClosed,
@@ -226,13 +225,11 @@ class _Operations:
         name, data = self._name(key), _bytes(value)
         if not isinstance(self._encoded(data, name), Parts):
             try:
-                _again(self._store.ask, Append, name, data)
+                self._ask(Append, name, data)
                 return
-            except LimitExceeded as limit:
-                if limit.code != "value-too-large":
-                    _raise(limit)
-            except (EnvironmentProblem, UsageError) as error:
-                _raise(error)
+            except _torch("DistStoreError") as error:
+                if getattr(error.__cause__, "code", "") != "value-too-large":
+                    raise
         # The server does not append to what is large, or something large: read, join and write
         # here, unless somebody came between.
         while True:
@@ -335,8 +332,7 @@ class _Operations:
         return self._prefix + _text(key)
 
     def _names(self, keys: object) -> tuple[str, ...]:
-        prefix = self._prefix
-        return tuple([prefix + _text(key) for key in _several(keys)])
+        return tuple([self._name(key) for key in _several(keys)])
 
     def _seconds(self, timeout: timedelta | float | None) -> float:
         """Return how long to wait; None: the store's timeout. As in TCPStore 0 does not wait; below
@@ -425,22 +421,18 @@ def _again(ask: Callable[..., T], *given: Any, **named: Any) -> T:
 
 
 def _text(key: object) -> str:
-    if type(key) is str:
-        return key
-    if isinstance(key, bytes | bytearray):
-        return key.decode()
     if isinstance(key, str):
         return str(key)
+    if isinstance(key, bytes | bytearray):
+        return key.decode()
     raise TypeError(f"a key is a str, not a {type(key).__name__}")
 
 
 def _bytes(value: object) -> bytes:
-    if type(value) is bytes:
-        return value
-    if isinstance(value, str):
-        return value.encode()
     if isinstance(value, bytes | bytearray):
         return bytes(value)
+    if isinstance(value, str):
+        return value.encode()
     raise TypeError(f"a value of a c10d store is bytes or str, not a {type(value).__name__}")
 
 
