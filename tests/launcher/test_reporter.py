@@ -13,8 +13,14 @@ from typing import Any, cast
 import pytest
 
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import render
-from rallypoint.diagnosis.evidence import Ended, NodeEvidence, Raised, RankEvidence
+from rallypoint.diagnosis import evidence, render
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    MemoryCounters,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.agent import console, evidence_gatherer
 from rallypoint.launcher.agent.console import Console
@@ -102,6 +108,19 @@ def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(
         told._rank(handle, asked=False, waits=False).stack != ()
     )  # of one that crashed it is what it wrote then
     handle.close()
+
+
+def test_what_the_kernel_killed_in_an_attempt_before_is_not_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a restart a rank that a person killed was told to have been killed for memory."""
+    kills = 0
+    monkeypatch.setattr(evidence, "memory_counters", lambda: MemoryCounters(kills, path="events"))
+    told = EvidenceGatherer(plan(nproc=1), Clock(), "", DiskWriter(), cast(Console, None))
+    kills = 1
+    assert told._memory((), None, ()).oom_kills == 1
+    told.begin()
+    assert told._memory((), None, ()).oom_kills == 0
 
 
 def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(

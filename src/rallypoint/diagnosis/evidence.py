@@ -116,7 +116,7 @@ class MemoryEvidence(msgspec.Struct, frozen=True):
     """What the kernel says about memory: the cgroup's counters before and after, its log, and the
     limits of a process."""
 
-    oom_kills: int = 0  # how many more since the job's start
+    oom_kills: int = 0  # how many more since the attempt's start
     counted: bool = False  # the counter could be read both times; else oom_kills says nothing
     limit: int = 0  # bytes; 0: none, or unknown
     current: int = 0

@@ -341,8 +341,10 @@ def _seen(case: Case, reached: Reached) -> tuple[str, ...]:
 
 
 def _rules(reached: Reached) -> tuple[str, ...]:
-    if reached.outcome != "dropped" or reached.here:
-        return reached.rules if reached.outcome == "dropped" else ()
+    if reached.outcome != "dropped":
+        return ()
+    if reached.here:
+        return reached.rules
     return ("which firewall drops it, if one does, cannot be seen from here",)
 
 

@@ -113,9 +113,7 @@ def killed(case: Case, caught: Raised | None = None) -> Report:
     if number == signals.SIGKILL and resources.for_memory(memory, rank.pid):
         return resources.out_of_memory(case)
     name = signal_name(number)
-    evidence = [
-        f"{case.subject} ended by {name}, which rallypoint had not sent"
-    ]
+    evidence = [f"{case.subject} ended by {name}, which rallypoint had not sent"]
     why, helps = f"who sent {name} is not known", list[Help]()
     if case.job.log is not None:
         evidence, why = told_by(case), f"who sent {name} is not in the log"

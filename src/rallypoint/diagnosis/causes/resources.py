@@ -83,7 +83,7 @@ def kills_known(memory: MemoryEvidence, whom: str) -> list[str]:
     evidence = [f"the kernel's log says that it killed {whom}"] if whom else []
     if memory.oom_kills:
         evidence.append(
-            f"the cgroup's oom_kill count went up by {memory.oom_kills} since the job's start"
+            f"the cgroup's oom_kill count went up by {memory.oom_kills} since the start"
         )
     return evidence
 

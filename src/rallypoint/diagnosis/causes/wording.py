@@ -60,7 +60,7 @@ def crash_words(number: int) -> str:
 
 def has_name(number: int) -> bool:
     """Tell whether this is the number of a signal with a name."""
-    return number in {int(known) for known in signals.Signals}
+    return number in list(signals.Signals)
 
 
 def ending(ended: Ended) -> str:

@@ -82,8 +82,12 @@ class EvidenceGatherer:
         self._writer = writer
         self._console = console
         self._disk_is_silent = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an attempt: what the kernel has killed so far is not of it."""
         self._before = evidence.memory_counters()
-        self._began = clock.monotonic()
+        self._began = self._clock.monotonic()
 
     # --- single questions, asked while the job runs
 
@@ -118,7 +122,7 @@ class EvidenceGatherer:
         """Return lines that say which of `size` ranks wait in init_process_group, and where the
         others are.
 
-        None when no rank waits any more, or a person is at a debugger, which the stacks of those
+        () when no rank waits any more, or a person is at a debugger, which the stacks of those
         `asked` show. `seen`: what is at their meeting point.
         """
         here, states = positions(ranks, asked)
@@ -232,18 +236,17 @@ class EvidenceGatherer:
         found: Sequence[RankEvidence],
     ) -> MemoryEvidence:
         killed = any(
-            handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent
+            handle.ended and handle.ended.signal == signal.SIGKILL and "SIGKILL" not in handle.sent
             for handle in ranks
         )
         for error in (handle.raised for handle in ranks if handle.raised is not None):
             loader = classify.loader_killed(error) or classify.says_loader_killed(
                 error.traceback.splitlines()
             )
-            killed = killed or (loader is not None and loader[1] == signal.SIGKILL)
-            killed = killed or classify.fits("pool-broken", error)
-        children = (one.dead_child for one in found if one.dead_child is not None)
-        killed = killed or any(number == signal.SIGKILL for _, _, number in children)
-        killed = killed or (helper is not None and helper.ended.signal == signal.SIGKILL)
+            killed |= loader is not None and loader[1] == signal.SIGKILL
+            killed |= classify.fits("pool-broken", error)
+        killed |= any(one.dead_child and one.dead_child[2] == signal.SIGKILL for one in found)
+        killed |= helper is not None and helper.ended.signal == signal.SIGKILL
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)
 

@@ -81,6 +81,7 @@ class RankStarter:
         if job.request is not None and number:
             job.request.tell(Restarted(number))
         job.rendezvous.begin()
+        job.evidence.begin()
         job.reporter.begin_attempt(number, action.because)
         job.console.begin_attempt(seat)
         try:
