@@ -247,6 +247,8 @@ def _named_as_missing(scene: Scene) -> Report | None:
     """
     for _, error in scene.waited:
         numbers = classify.not_at_barrier(error.message)
+        if not numbers:
+            continue
         lost = [v for v in scene.hurt if v.kind is Kind.LOST and v.rank.rank in numbers]
         late, elsewhere = late_ranks.named(lost, error)
         scene = scene._replace(late=late | scene.late)
@@ -272,8 +274,11 @@ def _absent(scene: Scene, *, joining: bool = False) -> list[Verdict]:
             rank.stack
         )
 
-    quiet = [v for v in scene.verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED)]
-    quiet = [v for v in quiet if joining or v.rank.phase != "joining"]
+    quiet = [
+        v
+        for v in scene.verdicts
+        if v.kind in (Kind.ALIVE, Kind.STOPPED) and (joining or v.rank.phase != "joining")
+    ]
     late = [v for v in scene.verdicts if v.rank.rank in scene.late]
     return late + [v for v in quiet if v.rank.rank not in scene.late and not came(v.rank)]
 
