@@ -305,6 +305,24 @@ def test_a_resolver_that_is_slow_holds_up_the_first_connection_alone(
         released.set()
 
 
+def test_an_address_outlives_a_resolver_that_knows_it_no_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer of a name server that failed for seconds ended jobs of several nodes."""
+    port = server.address.rpartition(":")[2]
+    answers = [socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)]
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[Any]:
+        if not answers:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return answers.pop()
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    address = f"tcp://gone.invalid:{port}"
+    for _ in range(3):
+        rallypoint.connect(address, secret=SECRET, same_host=False, timeout=SOON).close()
+
+
 class Interrupted(Exception):
     """Raised by a signal handler."""
 

@@ -346,8 +346,8 @@ not asked again by every attempt.
 
 
 _known: dict[tuple[int, str, int], list[Place]] = {}
-"""What the resolver has said of a name at last. Where a name server is off, each answer takes 5 s,
-and a session of 2 s must not wait for it at each of its connections."""
+"""Addresses that the resolver has named at last. Where a name server is off, or knows nothing for a
+while, a session of 2 s must not depend on it at each of its connections."""
 
 
 def _places(
@@ -387,7 +387,7 @@ def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]
     said = "the resolver gave no answer"
     if question.answered.wait(max(0.0, min(wait, deadline - clock.monotonic()))):
         _asked.pop(key, None)
-        _known[key] = found = question.found
+        _known[key] = found = question.found or found
         said = question.error or "it has no address"
     if not found:
         raise DialFailed([Failure("unresolved", host, said)])
