@@ -706,10 +706,12 @@ class Node(Play):
     the test feeds `Judged`.
     """
 
-    def __init__(self, *, ready: bool = True, on_failure: Any = "stop") -> None:
+    def __init__(
+        self, *, ready: bool = True, on_failure: Any = "stop", max_restarts: int = 3
+    ) -> None:
         super().__init__()
         self.machine = Supervisor(
-            range(2, 4), alone=False, max_restarts=3, grace=30.0, on_failure=on_failure
+            range(2, 4), alone=False, max_restarts=max_restarts, grace=30.0, on_failure=on_failure
         )
         if ready:
             self.at(1.0, sv.Prepared())
@@ -882,8 +884,15 @@ def test_a_node_without_its_lead_ends_its_ranks_and_leaves(phase: str) -> None:
     assert node.at(9.1, sv.Isolated("node 0 was lost")) == []
     node.at(9.2, sv.Judged(75), *(ended(rank, signal=9) for rank in ranks))
     assert len(node.of(sv.CleanUp)) == 1
-    assert node.status == (1 if phase == "stopping" else 75), "the failure came first"
+    assert node.status == 75, "the ranks would have been started again"
     assert len(node.of(sv.AttemptOver)) == (phase == "waiting")
+
+
+def test_a_failure_after_which_nothing_is_started_again_is_the_end_also_without_the_lead() -> None:
+    node = Node(max_restarts=0).failed()
+    node.at(5.5, sv.Judged(1), ended(3, signal=15))
+    node.at(9.0, sv.Isolated("node 0 was lost"), sv.Judged(75))
+    assert node.status == 1
 
 
 def test_who_is_missing_in_init_process_group_is_not_judged_here() -> None:

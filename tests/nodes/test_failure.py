@@ -269,6 +269,21 @@ def test_a_link_that_was_down_for_a_moment_is_no_death_of_a_launcher(jobs: Jobs)
     assert (report["code"], report["confidence"]) == ("lead-lost", "likely"), report
 
 
+def test_a_node_that_is_cut_off_before_a_restart_ends_the_job_on_all(jobs: Jobs) -> None:
+    """The lead ended with 75 and said nothing, the other node with the status of its exception."""
+    program = RAISES.replace('"5"', '"1"').replace("FOLDER", str(jobs.folder))
+    save = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: time.sleep(6) or exit())"
+    running = Running(jobs, f"{save}\n{program}", "--max-restarts", "1", count=2)
+    jobs.write("now", "")
+    for one in running.each:
+        one.wait_for(r"^error\[rank-raised\]")
+    jobs.cluster[1].drop()
+    assert [one.wait(LATE) for one in running.each] == [75, 75], running.each[1].output()
+    said = r"^rallypoint: not started again: node 1 \(node1\) was lost"
+    assert re.search(said, running.each[0].output(), re.MULTILINE), running.each[0].output()
+    assert codes(running.each[1]) == ["rank-raised", "node-isolated"]
+
+
 def test_a_node_that_stands_still_is_named_and_ends_when_it_goes_on(jobs: Jobs) -> None:
     running = Running(jobs, count=2)
     at = time.monotonic()

@@ -19,7 +19,7 @@ import msgspec
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import render, root_cause
+from rallypoint.diagnosis import render
 from rallypoint.diagnosis.evidence import How, LostNode, NodeEvidence
 from rallypoint.diagnosis.node_evidence import cut
 from rallypoint.diagnosis.rank_snapshot import RankStanding, stalled
@@ -124,6 +124,7 @@ class OtherNodes:
         self._evidence = NodeEvidence()
         self._sentence: Sentence | None = None  # that came before this node was ready for it
         self._waits_for_sentence = False
+        self._status = 0  # of the last report
         self._results = ResultsElsewhere()
         self._lead_host = ""
         self._lease_due = 0.0  # when this node is to look at its lease
@@ -246,9 +247,11 @@ class OtherNodes:
                 self._sentence = heard
                 if self._waits_for_sentence:
                     self._pass_sentence(job.loop.now)
-            case Dismissed(status, _, times):
+            case Dismissed(status, because, times):
                 if times:
                     job.console.say_hopeless(times, job.seat.attempt)
+                elif status not in (0, self._status):
+                    job.console.say(f"rallypoint: not started again: {because}")
                 job.feed(supervisor.JobEnded(status))
             case Notice(_, name):
                 self._notice(name)
@@ -415,6 +418,7 @@ class OtherNodes:
             alone = FailedAttempt({seat.node: self._evidence}, world_size=seat.world.size)
             because, name = self._stopped_by
             sentence = judge(self._plan, alone._replace(because=because, signal=name))
+        self._status = sentence.status
         self._show(sentence)
         job.feed(supervisor.Judged(sentence.status, sentence.same))
 
@@ -432,12 +436,12 @@ class OtherNodes:
 
     def show_loss(self) -> None:
         """Show the report on the end of the conversation with the lead."""
-        report, seat = self._report_of_loss(), self._job.seat
-        host, folder = os.uname().nodename, self._job.reporter.run_dir
+        job, report = self._job, self._report_of_loss()
+        host, folder, seat = os.uname().nodename, job.reporter.run_dir, job.seat
         report = msgspec.structs.replace(report, logs=(f"{host}:{folder}",) if folder else ())
         here = render.own_part(report, seat.node, host, seat.ranks, None)
-        first = self._job.reporter.show((report,), here=here)[0]
-        self._job.feed(supervisor.Judged(first.exit_status, root_cause.same_again(first)))
+        job.reporter.show((report,), here=here)
+        job.feed(supervisor.Judged(report.exit_status))
 
     def _report_of_loss(self) -> Report:
         """Return that report, with what a look at the lead's host and at other nodes shows."""

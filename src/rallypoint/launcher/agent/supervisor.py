@@ -851,6 +851,8 @@ class Supervisor:
         """End the ranks at once: the others have gone on without them, or have ended as well."""
         if self._is_isolated:
             return []
+        if self._asked_by is None and self.attempt < self._restarts.most:
+            self._status = None  # this ends the job, not the failure before
         self._reason, self._at_once, self._is_isolated = "isolated", True, True
         return self._conclude(event.because, now)
 
