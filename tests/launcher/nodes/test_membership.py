@@ -41,6 +41,7 @@ from rallypoint.launcher.nodes.messages import (
     Versions,
 )
 from rallypoint.launcher.plan import Nodes
+from rallypoint.store.address import set_forwarded
 from rallypoint.store.client.member import Member
 from rallypoint.store.limits import ORPHAN
 from rallypoint.store.server.server import Server
@@ -277,6 +278,16 @@ def test_one_that_is_not_let_in(secret: bytes, job: str, tls: bool, code: str, o
     assert problem.code == code
     assert option in problem.headline
     assert isinstance(problem, UsageError)  # nothing but another command helps
+
+
+def test_a_published_port_of_the_lead_is_told_at_once() -> None:
+    """It was tried for ten minutes, and told in the end as a port at which nothing listens."""
+    with Server(secret=SECRET, job="7", local=False) as server, ChaosProxy(server.address) as proxy:
+        set_forwarded(proxy.address, False)
+        port = int(proxy.address.rpartition(":")[2])
+        problem = problem_of(_nodes(count=2, rank=1, ports=(port,), job="7"), SECRET)
+    assert problem.code == "store-relayed"
+    assert any("RALLYPOINT_FORWARDED" in command for _, command in problem.help)
 
 
 class Jumping(Clock):

@@ -48,7 +48,16 @@ BEFORE_NEXT_TRY = 0.2
 tells of a change there.
 """
 
-FINAL = frozenset({"wrong-secret", "wrong-job", "version-skew", "tls-mismatch", "tls-intercepted"})
+FINAL = frozenset(
+    (
+        "wrong-secret",
+        "wrong-job",
+        "version-skew",
+        "store-relayed",
+        "tls-mismatch",
+        "tls-intercepted",
+    )
+)
 """Codes of a refusal by a store of ours: trying again gives the same answer."""
 
 PINGS = 8
