@@ -46,7 +46,7 @@ def test_a_rank_ends_as_a_program_does(run: Run, tmp_path: Path) -> None:
     alone.mkdir()
     rank.mkdir()
     given = environment(tmp_path, "alone", {})
-    python = [sys.executable, "-u", ENDINGS, alone]
+    python = [sys.executable, "-u", str(ENDINGS), str(alone)]
     with subprocess.Popen(python, stdin=subprocess.DEVNULL, env=given) as process:
         result = run("-n", "1", ENDINGS, rank)
         assert process.wait(DEADLINE) == 0
