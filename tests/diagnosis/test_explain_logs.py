@@ -329,6 +329,7 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
         "Cannot access accelerator device when none is available.",  # model.to(local_rank)
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
         "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
+        "Could not run 'aten::empty.memory_format' with arguments from the 'CUDA' backend. This",
     ],
 )
 def test_a_device_that_torch_does_not_have(words: str) -> None:

@@ -64,6 +64,7 @@ CAUSES = {
         r"|^Invalid device id$"  # torch.nn.DataParallel
         r"|You requested gpus?: \[[\d, ]*\](?:\s|\\n)+But your machine only has: "  # Lightning
         r"|hipErrorNoDevice\b"
+        r"|Could not run 'aten::empty[\w.]*' with arguments from the '(?:CUDA|HIP)' backend"
         r"|No slot '\d+' specified on host"  # DeepSpeed
         # vLLM, Ray, and programs of people
         r"|(exceeds|larger than|greater than|more than) the (total )?number of (available )?(GPUs|devices)\b"
