@@ -188,13 +188,13 @@ print(met)
 """
 
 
-def test_groups_that_fit_alarm_nobody(run: Run, write: Write, tmp_path: Path, port: int) -> None:
+def test_groups_that_fit_alarm_nobody(
+    run_warm: RunWarm, write: Write, tmp_path: Path, port: int
+) -> None:
     """Groups of some ranks, one group after the other, from a thread, with a store, at two names of
     one place, in another order.
     """
-    result = run(
-        "-n", "3", "train.py", str(port), str(tmp_path), cwd=write("train.py", FITS).parent
-    )
+    result = run_warm(write("train.py", FITS), str(port), str(tmp_path), nproc=3)
     assert (result.rc, result.of(0), result.of(2)) == (
         0,
         ["[2, 3, 2, 3, 3, 3, 2]"],

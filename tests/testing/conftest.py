@@ -47,6 +47,7 @@ def run_pytest(folder: Path, installed: Path, *arguments: str) -> subprocess.Com
         "-q",
         "-p",
         "no:cacheprovider",
+        *("-p", "no:hypothesispytest", "-p", "no:anyio"),  # half of what an empty run takes
         "-W",
         "error",
         "--rootdir",
