@@ -620,7 +620,7 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
 
         before = settled()
         bad = []
-        for at in [*range(29, 60, 6), *range(185, 335, 21)]:  # while an agent is taken; while it is at work
+        for at in [*range(29, 60, 9), *range(185, 335, 30)]:  # while an agent is taken; while it is at work
             seen = 0
             sys.settrace(lambda frame, event, argument: each if frame.f_code.co_filename in files else None)
             try:

@@ -480,10 +480,10 @@ def under(folder: Path) -> dict[str, str]:
 LOGGED = ("-n", "2", "--rdzv-id", "job7", "-r", "0:3", "-t", "1:1")
 
 
+# Those of a new interpreter are compared with torchrun's in the next test.
 @pytest.mark.usefixtures("without_torch")
-@WAYS
-def test_redirects_and_tee(run: Run, write: Write, tmp_path: Path, way: tuple[str, ...]) -> None:
-    result = run(*way, *LOGGED, "--log-dir", tmp_path / "logs", write("train.py", WORDS))
+def test_redirects_and_tee(run: Run, write: Write, tmp_path: Path) -> None:
+    result = run(*LOGGED, "--log-dir", tmp_path / "logs", write("train.py", WORDS))
     assert result.rc == 0, result.everything
     assert (result.of(0), result.of(1)) == ([], ["out 1", "kept a"]), result.everything
     assert result.err.splitlines() == ["[1] err 1"], result.everything
@@ -634,10 +634,10 @@ def tidied(result: Result, number: signal.Signals) -> None:
     assert "interrupted" in result.err, result.everything
 
 
+# A new interpreter is sent SIGINT below, where its launcher had it blocked before.
 @pytest.mark.usefixtures("without_torch")
-@WAYS
-def test_a_rank_may_tidy_up(run: Run, write: Write, way: tuple[str, ...]) -> None:
-    result = run(*way, "-n", "2", write("train.py", HANDLING), act=when_ready(signal.SIGINT))
+def test_a_rank_may_tidy_up(run: Run, write: Write) -> None:
+    result = run("-n", "2", write("train.py", HANDLING), act=when_ready(signal.SIGINT))
     tidied(result, signal.SIGINT)
 
 
