@@ -108,6 +108,18 @@ def test_what_is_too_long_is_cut_and_what_is_short_stays() -> None:
     assert cut(small) == small
 
 
+@pytest.mark.parametrize("length", [5_000, 20_000, 400_000])
+def test_a_long_message_of_one_line_is_known_by_its_beginning(length: int) -> None:
+    """Its line was left out, and the one in the log was then told as another traceback."""
+    line = f"ValueError: {'x' * length}"
+    text = f"{TRACEBACK[: TRACEBACK.index('part9')]}py\n{line}\n"
+    error = Raised("ValueError", "x" * length, FRAMES[:9], text, at=2.0)
+    (short,) = cut(NodeEvidence((rank(0, raised=error, said=(text.split("\n")[0], line)),))).ranks
+    assert short.raised is not None
+    assert f"\n{line[:300]}" in short.raised.traceback
+    assert tracebacks.other_traceback(short.said, short.raised.traceback) == ""
+
+
 def test_an_error_file_that_nobody_can_read_is_left_out() -> None:
     node = NodeEvidence((rank(0, error_file="[" * 99_000, ended=Ended(1)),))
     assert cut(node).ranks[0].error_file == ""

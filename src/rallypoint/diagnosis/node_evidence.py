@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -110,9 +111,9 @@ def _shorter(value: Any, characters: int, parts: int) -> Any:
     """Return a value with the middle of its long texts and lists left out."""
     if isinstance(value, str) and len(value) > characters:
         half = characters // 2
-        head, tail = value[:half], value[-half:]
-        if "\n" in head and "\n" in tail:  # whole lines
-            head, tail = head[: head.rindex("\n") + 1], tail[tail.index("\n") :]
+        # whole lines, and parts of long ones: the exception's message may be one
+        head = re.sub(r"\n.{0,199}\Z", "\n", value[:half])
+        tail = re.sub(r"\A.{0,199}\n", "\n", value[-half:])
         return f"{head} ... {tail}"
     if isinstance(value, (tuple, list)):
         # Numbers are small, and GPUs are known by their places in the list.
