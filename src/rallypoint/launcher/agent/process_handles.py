@@ -244,17 +244,19 @@ class RankHandle:
         ).format(self.pid)
 
     def failed_child(self) -> tuple[int, int, int] | None:
-        """Return pid, exit code and signal of a process that the living rank had started, that
-        failed, and at whose end the program has not looked; None for none.
+        """Return pid, exit code and signal of a process that its program has started, that has
+        failed, and at whose end the program has not looked.
         """
         # The children of a rank that was sent a signal got the same one.
-        own = process_status.children(self.pid) if self.alive and not self.sent else []
-        ends = ((pid, process_status.end_of_unreaped(pid) or (0, 0)) for pid in own)
-        # SIGTERM: the program wanted that end, as `child_processes` has it.
-        failed = [(pid, *end) for pid, end in ends if any(end) and end[1] != signal.SIGTERM]
-        if self.alive and self.raised is None:  # those that a Pool has lost and reaped
-            failed += [(one.pid, one.code, one.signal) for one in self.children.children]
-        return next(iter(failed), None)
+        for pid in process_status.children(self.pid) if self.alive and not self.sent else ():
+            code, number = process_status.end_of_unreaped(pid) or (0, 0)
+            # SIGTERM: the program wanted that end, as `child_processes` has it.
+            if code or number not in (0, signal.SIGTERM):
+                return pid, code, number
+        lost = self.children.children  # those that a Pool has lost and reaped
+        if lost and self.alive and self.raised is None:
+            return lost[0].pid, lost[0].code, lost[0].signal
+        return None
 
     def answered(self) -> bool:
         """Return whether the dump that `ask` asked for is whole."""
