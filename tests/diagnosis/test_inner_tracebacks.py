@@ -14,8 +14,6 @@ from rallypoint.diagnosis.evidence import (
     Raised,
     RankEvidence,
 )
-from rallypoint.diagnosis.logs import to_evidence
-from rallypoint.diagnosis.logs.reader import Reader
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import diagnose
 
@@ -157,25 +155,3 @@ def test_what_a_task_of_rays_raised_is_the_exception() -> None:
     )
     (said,) = report.said
     assert said.lines[-1] == "ValueError: it is empty"
-
-
-def test_what_a_worker_of_rpc_raised_is_one_cause_in_a_log_of_both() -> None:
-    """It was told twice: where it was raised, and where its caller got it."""
-    raised = (
-        "Traceback (most recent call last):\n"
-        f'  File "{TORCH}/distributed/rpc/internal.py", line 209, in _run_function\n'
-        "    result = python_udf.func(*python_udf.args, **python_udf.kwargs)\n"
-        '  File "/home/ada/train.py", line 5, in step\n    raise ValueError("no gradient")\n'
-        "ValueError: no gradient\n\n"
-    )
-    passed_on = "On WorkerInfo(id=1, name=worker1):\nValueError('no gradient')\n"
-    caller = (
-        "Traceback (most recent call last):\n"
-        '  File "/home/ada/train.py", line 15, in <module>\n    y = rpc.rpc_sync("worker1", step)\n'
-        f'  File "{TORCH}/distributed/rpc/api.py", line 842, in rpc_sync\n    return fut.wait()\n'
-        f"ValueError: ValueError: {passed_on}{raised}"
-    )
-    log = f"{passed_on}{raised}{caller}".encode()
-    (report,) = to_evidence.diagnose(Reader("train.log").read([log]))
-    assert report.headline == "the program raised ValueError: no gradient"
-    assert report.where == "train.py:5 in step"

@@ -400,25 +400,14 @@ def _after_traceback(job: JobEvidence, verdict: Verdict) -> str:
     return f"{who(rank)} left{by} {passed:.1f} s later" if rank.silent and passed > LINGERED else ""
 
 
-_BY_RPC = "On WorkerInfo("  # which torch puts before what another worker raised
-
-
 def _without_echoes(found: list[Verdict]) -> list[Verdict]:
     """Leave out those that only say that a barrier broke, where one says that its time was over:
-    the first whose time is over breaks it for all. And those to whom a worker of
-    `torch.distributed.rpc` passed on what it had raised, where the worker told of it, too.
+    the first whose time is over breaks it for all.
     """
-    errors = [verdict.error for verdict in found if verdict.error is not None]
-    late = any(error.code == "barrier-timeout" for error in errors)
-    told = [error.message for error in errors if error.message and _BY_RPC not in error.message]
-
-    def is_echo(error: Raised | None) -> bool:
-        if error is None:
-            return False
-        passed_on = _BY_RPC in error.message and any(one in error.message for one in told)
-        return passed_on or (late and error.code == "barrier-broken")
-
-    return [verdict for verdict in found if not is_echo(verdict.error)]
+    codes = [verdict.error.code if verdict.error is not None else "" for verdict in found]
+    if "barrier-timeout" not in codes:
+        return found
+    return [v for v, code in zip(found, codes, strict=True) if code != "barrier-broken"]
 
 
 def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
