@@ -245,6 +245,20 @@ def test_another_process_without_a_rank_has_no_number_below_zero() -> None:
     assert _told(waiting)[0].evidence == ("another: wait timeout after 6000ms, keys: /data",)
 
 
+def test_what_a_worker_of_rpc_raised_is_one_cause_with_its_caller() -> None:
+    """The worker prints it, and the caller raises it anew: two causes were told."""
+    inner = (
+        "On WorkerInfo(id=1, name=worker1):\nValueError('exploded')\n"
+        'Traceback (most recent call last):\n  File "rpc.py", line 5, in step\n'
+        '    raise ValueError("exploded")\nValueError: exploded\n\n'
+    )
+    outer = 'Traceback (most recent call last):\n  File "rpc.py", line 12, in main\n'
+    (report,) = _told(f"{inner}{outer}ValueError: ValueError: {inner}")
+    assert (report.headline, report.ranks) == ("rank 1 raised ValueError: exploded", (1,))
+    (report,) = _told(f"{outer}ValueError: ValueError: {inner}")
+    assert (report.headline, report.ranks) == ("rank 1 raised ValueError: exploded", (1,))
+
+
 def test_a_key_of_the_programs_that_nobody_set_is_named() -> None:
     waiting = "".join(
         f'[rank{i}]: Traceback (most recent call last):\n[rank{i}]:   File "e.py", line 23, in <module>\n[rank{i}]:     s.get("data")\n'

@@ -187,7 +187,8 @@ class Reader:
         if (at := text.find(HEADER)) >= 0:
             self._begin_traceback(number, speaker, text, at)
         elif (rank := spawned(text)) >= 0:
-            self._spawned = (number, rank)
+            # rpc's line has another below it
+            self._spawned = (number + text.startswith("On "), rank)
         elif tracebacks.IGNORED.match(text):
             self._ignored[speaker.name] = number
         elif launchers.restarts(text):

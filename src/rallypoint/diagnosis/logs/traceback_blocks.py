@@ -53,7 +53,9 @@ _CLOSING = re.compile(
 
 _SPAWNED = re.compile(
     r"^(?:-- Process (?=\d+ terminated with the following error:)"
-    r"|Process process (?=\d+:$))(\d+)"  # torch's own tests
+    r"|Process process (?=\d+:$)"  # torch's own tests
+    # of torch.distributed.rpc: a worker's own print, or what its caller raises
+    r"|(?:[\w.]+: )?On WorkerInfo\(id=(?=\d+, name=.+\):$))(\d+)"
 )
 
 # torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them
@@ -63,8 +65,8 @@ _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
 
 
 def spawned(text: str) -> int:
-    """Read the rank of the traceback that a line of mp.spawn's, or of a process named after its
-    rank, stands above; -1 for other lines.
+    """Read the rank of the traceback that a line of mp.spawn's, of a worker's of rpc, or of a
+    process named after its rank, stands above; -1 for other lines.
     """
     found = _SPAWNED.match(text)
     return int(found[1]) if found is not None else -1
@@ -214,7 +216,9 @@ class Traceback(Block):
         if self._headless and not kind.endswith(NOT_COMPILED):
             self.start = number
         self._headless = False
-        if (gathered := _GATHERED.match(message)) is not None:
+        if (rank := spawned(message)) >= 0:
+            self.rank, self._joint = rank, "inside"
+        elif (gathered := _GATHERED.match(message)) is not None:
             self._gathered = {int(rank): None for rank in re.findall(r"\d+", gathered["ranks"])}
         elif self._of in self._gathered:
             self._gathered[self._of] = (kind, message)
