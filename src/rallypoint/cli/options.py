@@ -378,7 +378,8 @@ SERVE = (
     ),
     Option(
         "--max-bytes",
-        "what keys and values may take in all; without it a quarter of this machine's memory",
+        "what keys and values may take in all; without it a quarter of the memory that this process "
+        "may use",
         metavar="N", read=read_size, example="--max-bytes 2GiB",
     ),
     BY_KEY["error_format"],

@@ -58,9 +58,9 @@ _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4
 
 def limits(max_bytes: int | str | None = None, *, example: str = "--max-bytes 2GiB") -> Limits:
     """Return the limits of a server. `max_bytes`: what keys and values may take in all, a number or
-    text such as "2GiB"; None: a quarter of this machine's memory. Raises UsageError for a size that
-    is none, or too small to be meant; `example` is how the caller would have given one that would
-    do."""
+    text such as "2GiB"; None: a quarter of the memory that this process may use. Raises UsageError for
+    a size that is none, or too small to be meant; `example` is how the caller would have given one
+    that would do."""
     store = memory() // SHARE if max_bytes is None else size(max_bytes)
     if store < SMALLEST_STORE:
         if max_bytes is None:

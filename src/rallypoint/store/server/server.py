@@ -262,8 +262,8 @@ def serve(
         with rallypoint.serve() as server:
             store = rallypoint.connect(server.address, secret=server.secret)
 
-    `max_bytes`: what keys and values may take in all, a number or "2GiB"; a quarter of this
-    machine's memory if it is not given.
+    `max_bytes`: what keys and values may take in all, a number or "2GiB"; a quarter of the memory
+    that this process may use if it is not given.
     """
     server = Server(
         host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret, job=job
