@@ -451,6 +451,18 @@ def test_nan_and_infinity_spread_and_are_told_by_rank(
     )
 
 
+@pytest.mark.parametrize("count", [10, LARGE])
+def test_a_nan_of_weight_0_is_not_named_beside_one_that_counts(count: int) -> None:
+    def does(rank: int, store: Store) -> Any:
+        value = torch.full((count,), 1.0 if rank == 2 else math.nan)
+        return store.average("w", value, 3, weight=float(rank > 0), details=True)
+
+    with Network() as network:
+        stores = [network.connect(rank=rank, timeout=DEADLINE) for rank in range(3)]
+        for got in together(stores, does):
+            assert [identity.rank for identity, _ in got.not_finite] == [1]
+
+
 @pytest.mark.parametrize("count", [1, LARGE])
 def test_of_many_parts_with_a_nan_the_first_twenty_are_named(
     connect: Callable[..., Store], count: int

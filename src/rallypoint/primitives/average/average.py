@@ -277,7 +277,7 @@ class _AverageCall:
             threading.get_ident(),
             scope=scope(),
             pid=os.getpid(),
-            started=status.started if status is not None else 0,
+            started=status.started if status else 0,
             place=own.place,
         )
 

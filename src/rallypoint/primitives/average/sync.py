@@ -64,8 +64,7 @@ PAUSE = 0.5
 """Maximum seconds between two such looks."""
 
 PATIENCE = 10.0
-"""Minimum seconds for the others to finish their part once all have come, however short `timeout`
-is: a busy machine is slow."""
+"""Minimum seconds for the others to finish their part once all have come: a machine may be busy."""
 
 SLOWEST = 50e6
 """Bytes per second at which the slowest rank is expected to work, on a machine that swaps."""
@@ -290,7 +289,8 @@ class AverageRound:
         """Ask the others which leaves they brought that are not finite; wait for LOOK at most."""
         mine = [leaf.path for leaf in self._layout.leaves if not_finite(leaf.tensor)][:NAMED]
         got = self._heard(self._arrive("strange", self._told(leaves=tuple(mine))))
-        return {index: got[index].leaves for index in sorted(got) if got[index].leaves}
+        counted = self._split.weights  # what has the weight 0 is in no sum
+        return {at: one.leaves for at, one in sorted(got.items()) if one.leaves and at in counted}
 
     # --- barriers ---
 
@@ -342,7 +342,7 @@ class AverageRound:
     def _heard(self, met: Met | None) -> dict[int, RankReport]:
         """Return the statements about this turn of this round, if this rank's is among them."""
         told: dict[int, RankReport] = {}
-        for seat in met.seats if met is not None else ():
+        for seat in met.seats if met else ():
             one = _decode(seat.value)
             if one.round > self._number:
                 raise self._missed()
@@ -352,7 +352,7 @@ class AverageRound:
 
     def _ended(self, met: Met | None, absent: Sequence[int]) -> set[int]:
         """Return the absent ranks with a session that is over according to the server."""
-        members = met.absent if met is not None else ()
+        members = met.absent if met else ()
         over = {member.identity for member in members if member.ended and member.identity}
         return {
             index
