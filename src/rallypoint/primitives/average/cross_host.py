@@ -169,7 +169,7 @@ class Exchange:
                 return self._store.decoded(reply, body)
             seconds = self._clock.elapsed()
             if seconds >= self._seconds or called_off(self._name) in self._store:
-                text = f"host {host} of {self._hosts} had sent nothing after {seconds:.1f} s"
+                text = f"sums of host {host} of {self._hosts} had not come after {seconds:.1f} s"
                 raise HostSilent("barrier-broken", text)
 
     def _key(self, chunk: int, host: int | None = None) -> str:
