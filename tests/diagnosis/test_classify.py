@@ -307,6 +307,26 @@ def test_the_keys_of_torchs_store_as_the_program_called_them() -> None:
     assert classify.not_met(told.format("/default_pg/0//cpu//0/1")) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "message", "meaning"),
+    [
+        (
+            "TypeError",
+            "Expected timeout argument to be of type datetime.timedelta, got 30",
+            classify.Meaning.OWN,
+        ),
+        ("ValueError", "timeout must be positive", classify.Meaning.OWN),
+        ("RuntimeError", "Connect timeout", classify.Meaning.WAITED),
+    ],
+)
+def test_an_argument_called_timeout_is_no_wait(
+    kind: str, message: str, meaning: classify.Meaning
+) -> None:
+    """init_process_group(timeout=30) was "waited in vain for another rank; cause not known"."""
+    error = Raised(kind, message, (), "", call="init_process_group")
+    assert classify.meaning(error) is meaning
+
+
 def test_a_refusal_is_a_producer_only_where_a_tensor_is_fetched() -> None:
     refused = "[Errno 111] Connection refused"
     assert classify.fits(

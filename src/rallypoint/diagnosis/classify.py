@@ -530,7 +530,9 @@ def meaning(error: Raised) -> Meaning:
         return Meaning.WAITED
     if waited or says_lost((message,)):
         return Meaning.LOST
-    if error.call or _short(error.type) in torch.TYPES:
+    # What a call says of its own arguments may name them: timeout=30 is no timedelta.
+    of_call = error.call and _short(error.type) not in ("TypeError", "ValueError")
+    if of_call or _short(error.type) in torch.TYPES:
         if torch.LOST_IN_A_CALL.search(message):
             return Meaning.LOST
         if torch.WAITED_IN_A_CALL.search(message):

@@ -336,6 +336,9 @@ def interface_missing(case: Case, error: Raised) -> Report:
     )
 
 
+_IN_ONE_RANK = Help(
+    "bind it in one rank only, or give each rank its own", 'if os.environ["RANK"] == "0":'
+)
 _OTHER_PORT = (
     Help("on one node let torchrun take a free port", "torchrun --standalone ..."),
     Help(
@@ -361,12 +364,7 @@ def port_in_use(case: Case, error: Raised) -> Report:
         why = "every rank that runs this line with the same number wants the same port"
         if own:
             why = f"rank {own[0].rank} of this job has it: {holders[0]}"
-        helps: tuple[Help, ...] = (
-            Help(
-                "bind it in one rank only, or give each rank its own",
-                'if os.environ["RANK"] == "0":',
-            ),
-        )
+        helps: tuple[Help, ...] = (_IN_ONE_RANK,)
     else:
         why = holders[0] if holders else "who holds it could not be seen"
         nobody = not any("(pid " in holder or " of user " in holder for holder in holders)
