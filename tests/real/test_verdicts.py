@@ -4,6 +4,9 @@ the report that it ends with.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -249,6 +252,49 @@ def test_a_pool_does_not_say_how_its_process_ended(tmp_path: Path) -> None:
     assert "(likely)" in result.report, result.everything
     counted = bool(memory_counters().path)
     assert ("its oom_kill count did not change" in result.prose) == counted, result.everything
+
+
+KILLED_TWICE = """
+import os, sys
+import pathlib
+from rallypoint.cli import main
+from rallypoint.diagnosis import evidence
+
+kills = pathlib.Path("kills")
+kills.write_text("0")
+counters = lambda: evidence.MemoryCounters(int(kills.read_text()), path="memory.events")
+evidence.memory_counters = counters
+sys.exit(main.main(["run", "-n", "2", "--preload", "none", "--max-restarts", "1", "dies.py"]))
+"""
+
+DIES = """
+import os, pathlib, signal, time
+
+if os.environ["RANK"] == "1":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        pathlib.Path("kills").write_text("1")  # so the kernel counts
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_kill_after_a_restart_is_not_told_by_the_memory_of_the_attempt_before(
+    tmp_path: Path,
+) -> None:
+    """It was told as the kernel's, for lack of memory: the count was that of the whole job."""
+    (tmp_path / "dies.py").write_text(DIES)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_TWICE],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    codes = [line.partition(":")[0] for line in done.stderr.splitlines() if "error[" in line]
+    assert codes == ["error[rank-out-of-memory]", "error[rank-killed]"], done.stderr
 
 
 def test_a_process_whose_end_its_rank_has_not_noticed(run_warm: RunWarm, tmp_path: Path) -> None:
