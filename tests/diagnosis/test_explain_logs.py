@@ -1897,19 +1897,19 @@ def test_what_argparse_said_stands_in_the_headline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logs", "command"),
+    ("logs", "commands"),
     [
-        ("/state/runs/a b/rank1.log:7", "rallypoint show '/state/runs/a b'"),
-        ("/state/runs/a1", "rallypoint show /state/runs/a1"),
-        ("node7:/state/runs/a1/rank1.log:7", "rallypoint show"),  # of another machine
-        ("/builds/p/train.log:40", "rallypoint show"),  # by `rallypoint explain train.log`
+        ("/state/runs/a b/rank1.log:7", ["rallypoint show '/state/runs/a b'"]),
+        ("/state/runs/a1", ["rallypoint show /state/runs/a1"]),
+        ("node7:/state/runs/a1/rank1.log:7", []),  # of another machine
+        ("/builds/p/train.log:40", []),  # by `rallypoint explain train.log`
     ],
 )
-def test_a_report_of_ours_in_a_log_leads_to_its_own_run(logs: str, command: str) -> None:
+def test_a_report_of_ours_in_a_log_leads_to_its_own_run(logs: str, commands: list[str]) -> None:
     """The newest run, which `show` alone shows, was often another one."""
     log = "[1] epoch 1\n\nerror[rank-raised]: rank 1 raised ValueError: x\n\n  where  a.py:3\n\n"
     (report,) = _told(f"{log}  logs   {logs}\n  more   rallypoint explain rank-raised\n")
-    assert [help.command for help in report.help] == [command]
+    assert [help.command for help in report.help] == commands
 
 
 LEFT_UNDER_TORCHRUN = """\

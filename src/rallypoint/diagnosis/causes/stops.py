@@ -232,13 +232,12 @@ def reported(headline: Sighting) -> Report:
     """Tell of a report of rallypoint's own, which stands in the log of a job that it ran."""
     found = re.search(read_line.REPORTED, headline.text)
     assert found is not None
-    folder = "".join(f" {shlex.quote(one)}" for one in headline.lines)
     again = "see it again, with its timeline and the logs of all ranks"
     return Report(
         code=found[1],
         headline=found[2],
         why="rallypoint's own report stands there, with what led to it",
-        help=(Help(again, f"rallypoint show{folder}"),),
+        help=tuple(Help(again, f"rallypoint show {shlex.quote(one)}") for one in headline.lines),
         logs=headline.place.shown,
     )
 
