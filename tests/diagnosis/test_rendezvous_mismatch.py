@@ -406,7 +406,7 @@ def test_all_are_there_and_were_not_told_the_same() -> None:
         evidence(1, host, phase_at=12.0),
     ]
     assert rendezvous_mismatch.lines(ranks, [0, 1], {}, 2, 42.0) == (
-        "all 2 ranks have been waiting in init_process_group for 30 s, and nobody is missing",
+        "both ranks have been waiting in init_process_group for 30 s, and nobody is missing",
         "  those who wait were told:",
         f"    rank 0: {HELD}, gloo, from train.py:12",
         "    rank 1: node07:41235, gloo, from train.py:12",

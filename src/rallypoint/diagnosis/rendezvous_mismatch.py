@@ -346,7 +346,7 @@ def lines(
         missing = [by_rank[number] for number in absent(ranks, waiting, world_size)]
         places = _places(missing, states, now, root, named)
         places += (f"{named([rank.rank])} in another group: {_asked(at)}" for rank, at in elsewhere)
-        count = f"all {world_size} ranks"
+        count = cases.subject(range(world_size), world_size)
         if len(together) < world_size:
             count = f"{len(together)} of {world_size} ranks"
         head = _waits(count, [rank for rank, _ in together], now)
