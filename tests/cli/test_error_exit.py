@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 
 import pytest
@@ -61,6 +62,22 @@ def test_no_process_left_is_no_fault_of_ours(
     err = capsys.readouterr().err
     assert err.startswith("error[start-failed]: this machine refuses another process or thread: ")
     assert "pids.max" in err
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES])
+def test_an_interpreter_that_may_not_be_executed_is_no_fault_of_ours(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sandbox answers EPERM to clone3; the interpreter's file may have lost its permission."""
+
+    def command() -> int:
+        raise PermissionError(number, os.strerror(number), sys.executable)
+
+    assert guarded(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error[start-failed]: this machine refuses another process or thread: ")
+    assert sys.executable in err
+    assert "does not let the interpreter be executed" in err
 
 
 def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFixture[str]) -> None:

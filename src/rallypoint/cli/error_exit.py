@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -62,13 +61,17 @@ def _translated(error: Exception) -> RallypointError:
     us.
     """
     number = error.errno if isinstance(error, OSError) else 0
-    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    if no_thread or number in (errno.EAGAIN, errno.ENOMEM):  # fork(2), clone(2), posix_spawn(3)
-        refused = os.strerror(number) if number else error
+    # fork(2), clone(2), posix_spawn(3)
+    refused = number in (errno.EAGAIN, errno.ENOMEM) or "can't start new thread" in str(error)
+    if refused or getattr(error, "filename", "") == sys.executable:
         return EnvironmentProblem(
             "start-failed",
-            f"this machine refuses another process or thread: {refused}",
-            why=("a limit on processes (ulimit -u, pids.max of the cgroup) or memory is reached",),
+            f"this machine refuses another process or thread: {error}",
+            why=(
+                "a limit on processes (ulimit -u, pids.max of the cgroup) or memory is reached"
+                if refused
+                else "it, or its sandbox, does not let the interpreter be executed",
+            ),
             help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),),
         )
     return processes.files_exhausted(error) if number == errno.EMFILE else _internal(error)
