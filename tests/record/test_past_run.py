@@ -77,3 +77,13 @@ def test_the_command_starts_the_same_job_again(options: dict[str, object], words
     }
     plan = msgspec.convert(planned, kept_plan.KeptPlan)
     assert kept_plan.command(plan) == f"rallypoint run -n 4 {words}train.py --lr 1"
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(None, ""), ({"count": 3}, ", nnodes=3")])
+def test_a_call_of_launch_is_shown_with_its_nodes(
+    nodes: dict[str, object] | None, said: str
+) -> None:
+    """A call for several nodes was shown as one for this node alone."""
+    task = {"name": "train", "line": "/srv/train.py:12"}
+    plan = msgspec.convert({"task": task, "slots": 2, "nodes": nodes}, kept_plan.KeptPlan)
+    assert kept_plan.command(plan) == f"rallypoint.launch(train, nproc=2{said}) at /srv/train.py:12"

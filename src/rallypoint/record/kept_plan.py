@@ -107,7 +107,8 @@ class KeptPlan(msgspec.Struct, frozen=True):
 def command(plan: KeptPlan) -> str:
     """Return the line that starts the job again, or the call that launched it; "" before a plan."""
     if plan.task is not None:
-        return f"rallypoint.launch({plan.task.name}, nproc={plan.slots}) at {plan.task.line}"
+        nodes = "" if plan.nodes is None else f", nnodes={plan.nodes.count}"
+        return f"rallypoint.launch({plan.task.name}, nproc={plan.slots}{nodes}) at {plan.task.line}"
     if not plan.program.target:
         return ""
     words = ["rallypoint", "run", "-n", str(plan.slots)]
