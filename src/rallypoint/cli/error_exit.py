@@ -60,7 +60,7 @@ def _translated(error: Exception) -> RallypointError:
     """Return the error that an unexpected exception stands for: of this machine, or a fault in
     us.
     """
-    number = error.errno if isinstance(error, OSError) else 0
+    number = getattr(error, "errno", 0)
     # fork(2), clone(2), posix_spawn(3)
     refused = number in (errno.EAGAIN, errno.ENOMEM) or "can't start new thread" in str(error)
     if refused or getattr(error, "filename", "") == sys.executable:
@@ -72,7 +72,7 @@ def _translated(error: Exception) -> RallypointError:
                 if refused
                 else "it, or its sandbox, does not let the interpreter be executed",
             ),
-            help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),),
+            help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),) if refused else (),
         )
     return processes.files_exhausted(error) if number == errno.EMFILE else _internal(error)
 
