@@ -57,8 +57,8 @@ def raised(case: Case, error: Raised | None) -> Report:
         return _start_failed(case, error)
     kind, colon, words = named(error).partition(": ")
     evidence = [*listed(_words_of_others(case, error))]
-    whose = f", rank {rank.rank}" if evidence and colon and rank.rank >= 0 else ""
-    headline = f"{case.subject} raised {kind}{whose}{colon}{words}"
+    speaker = f", rank {rank.rank}" if evidence and colon and rank.rank >= 0 else ""
+    headline = f"{case.subject} raised {kind}{speaker}{colon}{words}"
     helps, memory, why = help_for(error, case.job), case.node.memory, ""
     if memory.oom_kills and _KILLED.search(error.message):
         why = resources.why_killed(memory, certain=False)

@@ -143,10 +143,10 @@ def _lost(handle: RankHandle) -> str:
     """Return what of a rank has failed while it goes on, "" for nothing."""
     if handle.in_thread is not None:
         return f"a thread died of {named(handle.in_thread)}"
-    if (failed := handle.failed_child()) is not None:
-        pid, code, number = failed
-        return f"pid {pid}, which it had started, ended with {describe(code, number)}"
-    return ""
+    child = handle.failed_child()
+    return (
+        f"pid {child[0]}, which it had started, ended with {describe(*child[1:])}" if child else ""
+    )
 
 
 def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:

@@ -244,8 +244,8 @@ class RankHandle:
         ).format(self.pid)
 
     def failed_child(self) -> tuple[int, int, int] | None:
-        """Return pid, exit code and signal of a process that its program has started, that has
-        failed, and at whose end the program has not looked.
+        """Return pid, exit code and signal of a process that its program has started and that has
+        failed, where the program has not looked at that end.
         """
         # The children of a rank that was sent a signal got the same one.
         for pid in process_status.children(self.pid) if self.alive and not self.sent else ():
