@@ -144,9 +144,7 @@ def _lost(handle: RankHandle) -> str:
     if handle.in_thread is not None:
         return f"a thread died of {named(handle.in_thread)}"
     child = handle.failed_child()
-    return (
-        f"pid {child[0]}, which it had started, ended with {describe(*child[1:])}" if child else ""
-    )
+    return f"its process {child[0]} ended with {describe(*child[1:])}" if child else ""
 
 
 def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
