@@ -350,6 +350,48 @@ def test_a_device_that_torch_does_not_have(words: str) -> None:
     assert _told(f"RuntimeError: {words}\n")[0].code == "device-missing"
 
 
+QUOTED = """\
+error[parameters-unused]: DDP in both ranks waits for gradients that the last step did not make
+
+  rank 0 said:
+    | Traceback (most recent call last):
+    |   File "/a/train.py", line 16, in <module>
+    |     loss = net(x).sum(); loss.backward()
+    | RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.
+    | making sure all `forward` function outputs participate in calculating loss.
+    | If you already have done the above, then
+
+  help   see their names:
+             export TORCH_DISTRIBUTED_DEBUG=INFO
+
+  logs   /state/runs/a1/rank0.log:1
+"""
+ABORTED = """\
+terminate called after throwing an instance of 'std::bad_alloc'
+  what():  std::bad_alloc
+
+error[launcher-died]: rallypoint's template was ended by SIGABRT
+
+  logs   /state/runs/a1
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "code"), [(QUOTED, "parameters-unused"), (ABORTED, "launcher-died")]
+)
+def test_a_report_of_ours_is_whole_beside_words_that_open_something(log: str, code: str) -> None:
+    """The message that it quotes took in its last lines, and a crash before it its headline."""
+    (report,) = _told(log)
+    assert report.code == code
+    assert report.help[0].command == "rallypoint show /state/runs/a1"
+
+
+def test_a_stop_after_a_stall_is_no_second_cause() -> None:
+    stall = "warning[job-stalled]: no rank has moved for 9 s: rank 1 waits in barrier at a.py:6\n"
+    stop = "stopped[interrupted]: the job was stopped by SIGTERM, 37.2 s after its start\n"
+    assert [report.code for report in _told(stall + stop)] == ["job-stalled"]
+
+
 def test_the_report_that_both_launchers_of_a_job_show_is_one() -> None:
     text = (
         "error[rank-raised]: rank 3 on node 1 (vm) raised ValueError: x\n\n  logs   vm:/r/node1\n"

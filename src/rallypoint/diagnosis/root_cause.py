@@ -472,8 +472,9 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
     """
     # two launchers of one job show the same report
     own = {s.text: s for s in log.sightings if s.sign is Sign.REPORTED}
-    if own:
-        return tuple(map(stops.reported, [*own.values()][:MOST_REPORTS]))
+    if own:  # what stalled or failed before a stop is the cause
+        causes = [s for s in own.values() if not s.text.startswith("stopped[")]
+        return tuple(map(stops.reported, (causes or [*own.values()])[:MOST_REPORTS]))
     strong = [verdict for verdict in verdicts if verdict.kind in STRONG]
     reports = _reports(job, verdicts, strong) if strong else ()
     stop = next(iter(_stops(log)), None)

@@ -34,6 +34,8 @@ FOLDER = re.compile(
 none: `rallypoint explain` wrote that.
 """
 
+OURS = re.compile(f"{REPORTED}|{FOLDER.pattern}")
+
 Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
 """The content of a line: its kind, the facts in it, the ranks that it names."""
 

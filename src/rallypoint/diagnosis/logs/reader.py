@@ -176,7 +176,7 @@ class Reader:
             taken = mine[1].take(line.number, text)
             if mine[1].done:
                 self._settle(speaker.name)
-            if taken:
+            if taken and not read_line.OURS.match(text):  # a report of ours quotes what opens one
                 return
         self._read_line(line.number, speaker, text)
 
