@@ -337,6 +337,13 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
     assert report.help[0].command == f"rallypoint show {folder}"
 
 
+def test_a_model_that_differs_is_told_as_one() -> None:
+    words = "params[0] in this process with sizes [7, 8] appears not to match sizes of the same param in process 0."
+    (report,) = _told(f"[rank1]: RuntimeError: [1]: {words}\n")
+    there = "rank 1 gave DDP another model than the first rank of the group: params[0] has sizes [7, 8] there"
+    assert (report.headline, report.ranks) == (there, (1,))
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -155,31 +155,37 @@ def calls_differ(case: Case, error: Raised) -> Report:
 
 
 def models_differ(case: Case, error: Raised) -> Report:
-    """Tell that DDP counted the parameters of each rank, before it began, and they differ."""
+    """Tell that DDP compared the parameters of the ranks, before it began, and they differ."""
     found = classify.words_of("models-differ", error)
-    rank, number, other, others = map(int, found.groups())
+    rank, number, other, others = (int(one or -1) for one in found.groups()[:4])
     nothing = 0 in (number, others)
     why = "DDP averages parameter by parameter, so every rank must build the same model"
     if nothing:
         why = (
             "a model without parameters is also what a rank seems to have when their exchange broke"
         )
+    headline = f"rank {rank} gave DDP a model of {number} parameters, rank {other} one of {others}"
+    if found["which"]:
+        there = f"{found['which']} has {found['sizes']} there"
+        headline = (
+            f"{case.subject} gave DDP another model than the first rank of the group: {there}"
+        )
     return account(
         likely(case) if nothing else case,
         "collective-mismatch",
-        f"rank {rank} gave DDP a model of {number} parameters, rank {other} one of {others}",
+        headline,
         error,
         why=why,
         help=(
             Help(
                 "print in each rank what it builds, before DDP",
-                "print(rank, sum(1 for _ in model.parameters()))",
+                "print(rank, [tuple(one.shape) for one in model.parameters()])",
             ),
             Help(
                 "and look for what the model depends on that differs: the rank, a file, a version, a seed"
             ),
         ),
-        ranks=tuple(sorted((rank, other))),
+        ranks=case.numbers if found["which"] else tuple(sorted((rank, other))),
     )
 
 

@@ -23,9 +23,7 @@ CAUSES = {
         r"Mismatched collective detected(?:.{0,300}?at and around rank (?P<rank>\d+))?"
         r"|NET/IB.{0,300}?collective mismatch error"
         r"(?:.{0,300}?local size (?P<local>\d+) remote size (?P<remote>\d+))?"
-        # torch's DDP; accelerate
-        r"|(?P<told>params\[\d+\] in this process with \w+ .{0,200}? appears not to match"
-        r"|Cannot apply desired operation due to shape mismatches)"
+        r"|(?P<told>Cannot apply desired operation due to shape mismatches)"  # accelerate
     ),
     "npu-busy": re.compile(  # HCCL, Ascend's own
         r"EJ0001: .*Failed to initialize the HCCP process\. "

@@ -92,6 +92,7 @@ CAUSES = {
     "models-differ": re.compile(
         r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while"
         r" rank (\d+) has inconsistent (\d+) params"
+        r"|(?P<which>params\[\d+\]) in this process with (?P<sizes>\w+ .{0,200}?) appears not to match"
     ),
     "kernel-failed": re.compile(
         r"device-side assert triggered|an illegal (memory access|instruction) was encountered"
