@@ -337,6 +337,26 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
     assert report.help[0].command == f"rallypoint show {folder}"
 
 
+def test_what_a_loaders_process_cannot_get_is_no_work_of_a_rank() -> None:
+    """The advice for a lambda as `collate_fn` was to start ranks by `rallypoint.launch`."""
+    (report,) = _told(
+        "Traceback (most recent call last):\n"
+        '  File "/srv/train.py", line 12, in main\n    for batch in loader:\n'
+        '  File "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 500, in __iter__\n'
+        "    return self._get_iterator()\n"
+        '  File "/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py", line 47, in _launch\n'
+        "    reduction.dump(process_obj, fp)\n"
+        '  File "/usr/lib/python3.11/multiprocessing/reduction.py", line 60, in dump\n'
+        "    ForkingPickler(file, protocol).dump(obj)\n"
+        "AttributeError: Can't pickle local object 'main.<locals>.<lambda>'\n"
+    )
+    assert report.code == "launch-argument"
+    assert [one.command for one in report.help] == [
+        "def collate(batch):",
+        'DataLoader(..., multiprocessing_context="fork")',
+    ]
+
+
 def test_a_model_that_differs_is_told_as_one() -> None:
     words = "params[0] in this process with sizes [7, 8] appears not to match sizes of the same param in process 0."
     (report,) = _told(f"[rank1]: RuntimeError: [1]: {words}\n")

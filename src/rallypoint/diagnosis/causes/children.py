@@ -166,22 +166,21 @@ def pool_broken(case: Case, error: Raised) -> Report:
 
 def not_pickled(case: Case, error: Raised) -> Report:
     """Tell that the function or the arguments of a process that is spawned cannot be a pickle."""
+    work = "def work(rank, *args):"
+    other = Help(
+        "or start it with what takes lambdas and local functions, too",
+        "rallypoint.launch(work, nproc=2)",
+    )
+    if any("/torch/utils/data/" in frame.file for frame in error.frames):
+        work = "def collate(batch):"
+        other = Help("or let the loader fork", 'DataLoader(..., multiprocessing_context="fork")')
     return account(
         case,
         "launch-argument",
         f"{case.subject} gave a new process something that cannot be pickled: {first_line(error.message)}",
         error,
         why="a process that is spawned imports the program anew, and gets its function and arguments as a pickle: functions by their name",
-        help=(
-            Help(
-                "define the function at the top level of a module, with def",
-                "def work(rank, *args):",
-            ),
-            Help(
-                "or start it with what takes lambdas and local functions, too",
-                "rallypoint.launch(work, nproc=2)",
-            ),
-        ),
+        help=(Help("define the function at the top level of a module, with def", work), other),
     )
 
 
