@@ -3425,6 +3425,15 @@ def test_what_is_missing_is_installed_for_the_python_of_the_ranks() -> None:
     assert unknown.help[1].command == "python -m pip install einops"
 
 
+def test_a_child_of_mp_spawn_that_was_killed_is_told_what_the_kernel_says() -> None:
+    words = "process 1 terminated with signal SIGKILL"
+    error = raised("torch.multiprocessing.spawn.ProcessExitedException", words)
+    counted = MemoryEvidence(counted=True)
+    (report,) = diagnose(job(rank(0, 1, raised=error), memory=counted))
+    assert report.evidence[0].startswith("the kernel killed nothing in this cgroup")
+    assert report.help[0].command == "sudo dmesg -T | grep -i 'killed process'"
+
+
 def test_what_each_rank_said_where_their_words_differ() -> None:
     ranks = [
         rank(i, 1, order=i, raised=raised("ValueError", f"sample {words} at 0x7f0{i}"))

@@ -60,10 +60,14 @@ def raised(case: Case, error: Raised | None) -> Report:
     speaker = f", rank {rank.rank}" if evidence and colon and rank.rank >= 0 else ""
     headline = f"{case.subject} raised {kind}{speaker}{colon}{words}"
     helps, memory, why = help_for(error, case.job), case.node.memory, ""
-    if memory.oom_kills and _KILLED.search(error.message):
+    killed = _KILLED.search(error.message)
+    if killed and memory.oom_kills:
         why = resources.why_killed(memory, certain=False)
         evidence += resources.kills_known(memory, "")
         helps = (*resources.less_memory(case.job), *helps)
+    elif killed:
+        evidence += resources.no_kill_known(memory, "a process")
+        helps = (*resources.ask_the_kernel(memory), *helps)
     return account(case, "rank-raised", headline, error, why=why, evidence=evidence, help=helps)
 
 
