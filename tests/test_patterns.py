@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 import rallypoint
+from rallypoint.diagnosis.pattern import Pattern as LatePattern
 
 Pattern = re.Pattern[str] | re.Pattern[bytes]
 
@@ -61,6 +62,8 @@ _UNITS = (
 def _compiled(value: object, depth: int = 3) -> Iterator[Pattern]:
     if isinstance(value, re.Pattern):
         yield value
+    elif isinstance(value, LatePattern):
+        yield value.compiled
     elif depth and isinstance(value, dict):
         for one in (*value.keys(), *value.values()):
             yield from _compiled(one, depth - 1)

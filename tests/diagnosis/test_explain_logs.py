@@ -360,7 +360,7 @@ def test_what_a_loaders_process_cannot_get_is_no_work_of_a_rank() -> None:
 def test_a_model_that_differs_is_told_as_one() -> None:
     words = "params[0] in this process with sizes [7, 8] appears not to match sizes of the same param in process 0."
     (report,) = _told(f"[rank1]: RuntimeError: [1]: {words}\n")
-    there = "rank 1 gave DDP another model than the first rank of the group: params[0] has sizes [7, 8] there"
+    there = "rank 1 gave DDP another model than the group's first rank: params[0] has sizes [7, 8] there"
     assert (report.headline, report.ranks) == (there, (1,))
 
 

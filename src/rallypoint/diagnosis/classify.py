@@ -14,6 +14,7 @@ from enum import Enum
 
 from rallypoint.diagnosis.error_patterns import failure_words, gloo, launchers, nccl, python, torch
 from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.pattern import Pattern
 
 # --- the cause that an exception names
 # -------------------------------------------------------------------------------
@@ -47,23 +48,23 @@ def _short(kind: str) -> str:
     return kind.rpartition(".")[2]
 
 
-_REBUILDING = re.compile(r"/multiprocessing/(reductions|resource_sharer)\.py$")
-_STARTING = re.compile(r"/multiprocessing/(popen_\w+|process)\.py$")
-_SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memory)\.py$")
-_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
-_WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
-_UNPICKLERS = re.compile(r"(^|/)(torch/_weights_only_unpickler|pickle)\.py$")
-_PIPES = re.compile(r"(^|/)(multiprocessing|asyncio)/")
-_OF_VLLM = re.compile(r"(^|/)vllm/")
-_STARTING_CUDA = re.compile(r"(^|/)torch/cuda/__init__\.py$")
+_REBUILDING = Pattern(r"/multiprocessing/(reductions|resource_sharer)\.py$")
+_STARTING = Pattern(r"/multiprocessing/(popen_\w+|process)\.py$")
+_SHARED_FILES = Pattern(r"(^|/)multiprocessing/(synchronize|heap|shared_memory)\.py$")
+_LOADER = Pattern(r"(^|/)torch/utils/data/dataloader\.py$")
+_WORKERS_LOOP = Pattern(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
+_UNPICKLERS = Pattern(r"(^|/)(torch/_weights_only_unpickler|pickle)\.py$")
+_PIPES = Pattern(r"(^|/)(multiprocessing|asyncio)/")
+_OF_VLLM = Pattern(r"(^|/)vllm/")
+_STARTING_CUDA = Pattern(r"(^|/)torch/cuda/__init__\.py$")
 # the second in what mp.spawn shows of a child, however it was started
-_IN_CHILD = re.compile(r"(^|/)(multiprocessing/process|torch/multiprocessing/spawn)\.py$")
-_SPAWNED = re.compile(
+_IN_CHILD = Pattern(r"(^|/)(multiprocessing/process|torch/multiprocessing/spawn)\.py$")
+_SPAWNED = Pattern(
     r"(^|(?<!torch)/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]"
 )
 
 
-def _through(error: Raised, files: re.Pattern[str]) -> bool:
+def _through(error: Raised, files: Pattern) -> bool:
     return any(files.search(frame.file) for frame in error.frames)
 
 
@@ -129,7 +130,7 @@ def _refused(error: Raised) -> bool:
     return _short(error.type) == "OutOfMemoryError"
 
 
-_SAVING = re.compile(r"(^|/)torch/serialization\.py$")
+_SAVING = Pattern(r"(^|/)torch/serialization\.py$")
 
 
 def write_failed(error: Raised) -> bool:
@@ -262,8 +263,8 @@ PROCESSES_MOST = 65_536
 something else.
 """
 
-_ARRIVED = re.compile(r"\barrived \((?P<who>.*?)\)(?:, missing: |, \d+ (?:is|are) missing|$)")
-_RANKS = re.compile(r"\branks? (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)")
+_ARRIVED = Pattern(r"\barrived \((?P<who>.*?)\)(?:, missing: |, \d+ (?:is|are) missing|$)")
+_RANKS = Pattern(r"\branks? (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)")
 
 
 def nccl_gave_up(error: Raised) -> bool:
@@ -491,7 +492,7 @@ SAID_TO_ALL = frozenset(("average-mismatch", "barrier-broken", "barrier-size"))
 one cause.
 """
 
-_LOST_WORDS = re.compile(
+_LOST_WORDS = Pattern(
     r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
     r"|Failed to recv, got 0 bytes|Application timeout caused pair closure|remote process exit\w*|communicator was aborted"
     r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms"

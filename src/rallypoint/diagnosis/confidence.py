@@ -33,6 +33,7 @@ from rallypoint.diagnosis.causes import wording
 from rallypoint.diagnosis.error_patterns import slurm_words
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Findings, Place, Sighting, Sign
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.rank_kinds import Kind, Verdict
 from rallypoint.diagnosis.report import Report
 
@@ -53,19 +54,19 @@ PLACED = (
 kernel's own words for it.
 """
 
-_ANNOUNCES = re.compile(
+_ANNOUNCES = Pattern(
     r":\s*$|\b[Ee]xceptions?\b|\b[Tt]raceback\b|\b[Ee]rror occurr?ed\b|\berror\.?$"
 )
 
 # Code through which a program deals with other processes, machines and devices: what leaves it may
 # be anybody's fault.
-_BETWEEN = re.compile(
+_BETWEEN = Pattern(
     r"(^|/)torch/(distributed|cuda|multiprocessing)/|(^|/)torch/nn/parallel/distributed\.py$"
     r"|(^|/)(multiprocessing|concurrent/futures|asyncio)/\w+\.py$|(^|/)(socket|subprocess|ssl|selectors|socketserver)\.py$"
     r"|(^|/)(horovod|lightning|lightning_fabric|pytorch_lightning|deepspeed|accelerate|ray|vllm|sglang|megatron|mpi4py|submitit|torchx"
     r"|torchrun|torchelastic|colossalai|bagua|dask|distributed|fairscale|oneccl_bindings_for_pytorch|cupy|pynccl)/"
 )
-_THEIR_TYPES = re.compile(
+_THEIR_TYPES = Pattern(
     r"^(torch\.(distributed|cuda|multiprocessing)|horovod|lightning|lightning_fabric|pytorch_lightning|deepspeed|accelerate|ray|vllm|sglang"
     r"|mpi4py|submitit|torchx|multiprocessing|concurrent|asyncio|socket|subprocess|grpc)\b"
     r"|(^|\.)(\w*(Connection|Timeout|Socket|Network|Rendezvous|Misconfiguration|Horovod|Actor|Worker|Engine|Process|Shutdown|Cancelled|Died"
@@ -87,18 +88,18 @@ _OF_FILES = frozenset(
         "PermissionError",
     )
 )
-_OF_A_FILE = re.compile(
+_OF_A_FILE = Pattern(
     r"^\[Errno \d+\] [^:]+: '"
 )  # Python names the file, and what the system said of it: nothing is left open
 # The loader's own words, in which Python hands on that a library could not be loaded. What is
 # installed is no code of the program's.
-_OF_A_LIBRARY = re.compile(
+_OF_A_LIBRARY = Pattern(
     r"undefined symbol|[Ss]ymbol not found|cannot open shared object file|failed to map segment|file too short|(invalid|wrong) ELF"
     r"|version `\w+[\w.]*' not found|cannot allocate memory in static TLS|DLL load failed|\[WinError (126|127|193|1114)\]"
     r"|[Ll]ibrary not loaded|image not found|dlopen\(|incompatible architecture|compiled using NumPy|numpy\.dtype size changed"
     r"|numpy\.core\.multiarray failed|lib\w+\.(so|dylib)\b"
 )
-_PICKLED = re.compile(
+_PICKLED = Pattern(
     r"[Cc]an(?:'|no)t pickle|Can't get local object|not picklable"
 )  # what the program gave to multiprocessing
 # Of these the kind alone says nothing: everybody raises them.
@@ -116,7 +117,7 @@ _ANYBODYS = frozenset(
         "",
     )
 )
-_OF_THE_PROGRAM = re.compile(
+_OF_THE_PROGRAM = Pattern(
     r"\bshapes?\b|size mismatch|\bsizes? of tensors?\b|dimension|\bdtype\b|scalar type|state_dict|out of (bounds|range)"
     r"|expected all tensors|requires? grad|inplace operation|backward through"
     r"|weights? type|must match|broadcast together|\bnan\b|NaN",
@@ -125,7 +126,7 @@ _OF_THE_PROGRAM = re.compile(
 _OUTSIDE = (
     (
         "the network: a host, an address, a port or a connection",
-        re.compile(
+        Pattern(
             r"\b(hosts?|hostname|ip address|address(es)?|ports?|sockets?|connect(ion|ions|ed|ing)?|network|unreachable|resolve|dns"
             r"|name or service|endpoint|interface|time[ds]? ?-?out|deadline|unavailable)\b",
             re.IGNORECASE,
@@ -133,7 +134,7 @@ _OUTSIDE = (
     ),
     (
         "devices of the machine, or their driver",
-        re.compile(
+        Pattern(
             r"\b\d+ (gpus?|devices?|accelerators?)\b|\bgpus?:|\b(number|count) of (gpus?|devices?)|device[_ ]count|VISIBLE_DEVICES"
             r"|\b(gpus?|devices?) (are|is|were|was)? ?(not )?(available|requested|visible|found)"
             r"|\bno (\w+ )?(gpus?|devices?|accelerators?)\b"
@@ -143,14 +144,14 @@ _OUTSIDE = (
     ),
     (
         "memory",
-        re.compile(
+        Pattern(
             r"\bmemory\b|\bpaging\b|\bswap\b|\bmmap\b|/dev/shm|\ballocat(e|ion|ing)\b",
             re.IGNORECASE,
         ),
     ),
     (
         "a process that is gone",
-        re.compile(
+        Pattern(
             r"\b(died|exited|killed|terminated|crashed|unexpectedly)\b|\b(process|worker|actor|child|server|engine|node|task)\w*\b[^.]{0,40}"
             r"\b(dead|gone|lost|failed|not (alive|running|responding))\b|exit (code|status)|return(ed)? code",
             re.IGNORECASE,
@@ -158,7 +159,7 @@ _OUTSIDE = (
     ),
     (
         "other ranks, or the store or group in which they meet",
-        re.compile(
+        Pattern(
             r"\branks?\b|\bworld[_ ]?size\b|\bpeers?\b|\bother (process|worker|node)|\b(all|across|between) (process|worker|node|gpu)"
             r"|rendezvous|\bstore\b|TCPStore|process ?group|\bcollectives?\b|communicator|\b(NCCL|gloo|c10d|MPI|Horovod)\b",
             re.IGNORECASE,
@@ -166,7 +167,7 @@ _OUTSIDE = (
     ),
     (
         "something that was shut down",
-        re.compile(
+        Pattern(
             r"shut(ting)?[ -]?down|\b(already|been|was|is) (closed|stopped|aborted|cancell?ed)|\baborted\b",
             re.IGNORECASE,
         ),

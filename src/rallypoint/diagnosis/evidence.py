@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rallypoint.diagnosis.log_events import Collective, Findings
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.raised import CUDA_START as CUDA_START
 from rallypoint.diagnosis.raised import Frame as Frame
 from rallypoint.diagnosis.raised import Raised as Raised
@@ -262,7 +263,7 @@ class MemoryCounters(msgspec.Struct, frozen=True):
     cached: int = 0  # of `current` what the kernel takes back when others need it
 
 
-_KILLED = re.compile(r"Kill(?:ed)? process (\d+)")
+_KILLED = Pattern(r"Kill(?:ed)? process (\d+)")
 # The kernel stamps its log with a clock that may run a little behind CLOCK_MONOTONIC.
 _LOG_SLACK = 1.0
 # One read gives one record, and the kernel's ring holds some ten thousand: a bound for a kernel
@@ -297,7 +298,7 @@ def memory_counters(root: str = "/") -> MemoryCounters:
 _V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
 _V2 = ("memory.events", "memory.max", "memory.current")
 """Files of a control group, by its version: events, limit, use."""
-_CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)", re.MULTILINE)
+_CACHED = Pattern(r"^(?:total_)?inactive_file (\d+)", re.MULTILINE)
 
 
 def difference(

@@ -8,11 +8,13 @@ import re
 import textwrap
 from collections.abc import Iterator
 
+from rallypoint.diagnosis.pattern import Pattern
+
 FEWEST = 20  # columns: with fewer no sentence can be filled
 
 _BOLD, _OFF = "\x1b[1m", "\x1b[0m"
-_ITEM = re.compile(r"(?:[-*]|\d+\.) ")
-_CODE = re.compile(r"`[^`]+`")
+_ITEM = Pattern(r"(?:[-*]|\d+\.) ")
+_CODE = Pattern(r"`[^`]+`")
 _FENCE = "```"
 _MOST_GLUED = 30  # characters of `code` that are kept on one line, where there is room for them
 

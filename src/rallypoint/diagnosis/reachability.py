@@ -18,6 +18,7 @@ from rallypoint.diagnosis.causes import report_form, wording
 from rallypoint.diagnosis.causes.case import Case
 from rallypoint.diagnosis.evidence import Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Sighting
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import probe
 from rallypoint.host.probe import Reached, Tried
@@ -43,21 +44,21 @@ GREETING = struct.pack("<BIBI", _VALIDATE, _MAGIC, _PING, _NONCE)
 ANSWER = struct.pack("<I", _NONCE)
 """What torch's store answers to that: the number again."""
 
-_CONNECTING = re.compile(
+_CONNECTING = Pattern(
     r"The (?:client )?socket has (?:timed out|failed to connect)[^(]*?\(\[?([^(),]+?)\]?, (\d{1,5})\)"
     r"|failed to connect/validate to host \[?([^ ]+?)\]?:(\d{1,5}) - timed out",
     re.IGNORECASE,
 )
-_PING_FAILED = re.compile(
+_PING_FAILED = Pattern(
     r"Ping failed, invalid (?:nonce returned|value returned from server\. Expected: \d+, Got: (-?\d+))"
 )
-_BROKEN = re.compile(
+_BROKEN = Pattern(
     r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE
 )
-_REMOTE = re.compile(
+_REMOTE = Pattern(
     r"\bfailed on SocketImpl\(.{0,300}remote=\[(?:::ffff:)?([^\]]{1,300})\]:(\d{1,5})\)"
 )
-_TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
+_TIMEOUT = Pattern(r"timed out after (\d+) ?ms", re.IGNORECASE)
 
 
 def where(error: Raised, meeting: Meeting | None) -> tuple[str, int] | None:
@@ -145,13 +146,13 @@ def unreached_at(words: str) -> tuple[str, str] | None:
     return (found[1] or found[3], found[2] or found[4]) if found is not None else None
 
 
-_UNREACHED = re.compile(
+_UNREACHED = Pattern(
     r"(?:while trying to connect to|to any network address of) \(([^,]{1,300}), (\d+)\)"
     r"|while trying to connect to ([\w.-]{1,300}):(\d+)"
 )
 
 
-_ATTEMPT = re.compile(
+_ATTEMPT = Pattern(
     r"failed to connect to (?P<where>\S{1,300}) \(errno: (?P<errno>\d+)"
     r"|addresses of \((?P<host>[^,]{1,300}), (?P<port>\d+)\)(?: cannot be retrieved \(gai error: -?\d+ - (?P<why>[^)]{1,300}))?"
 )

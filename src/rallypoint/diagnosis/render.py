@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from rallypoint.diagnosis.catalogue import CATALOGUE
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import TEMPORARY, Help, Moment, Report, Said
 from rallypoint.errors import InternalError, RallypointError, UsageError
 from rallypoint.world import ranks_phrase
@@ -17,7 +18,7 @@ from rallypoint.world import ranks_phrase
 _Value = TypeVar("_Value")
 
 _LABEL = 7  # columns of "where  ", "why    ", ...: the longest label and two blanks
-ESCAPES = re.compile(
+ESCAPES = Pattern(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
     # OSC, DCS, SOS, PM, APC: titles, links, up to their end
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)"
@@ -27,11 +28,11 @@ ESCAPES = re.compile(
 )
 # Controls but tab, and the marks that turn the direction of writing: a report must show what is
 # there.
-_CONTROLS = re.compile(
+_CONTROLS = Pattern(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
-_NUMBERED = re.compile(r"\b(errno|line|node|pid|port|rank|signal|status|uid) (?=\d)")
+_NUMBERED = Pattern(r"\b(errno|line|node|pid|port|rank|signal|status|uid) (?=\d)")
 
 _RED, _CYAN, _OFF = "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 

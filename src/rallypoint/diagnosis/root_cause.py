@@ -45,6 +45,7 @@ from rallypoint.diagnosis.log_consequences import (
 )
 from rallypoint.diagnosis.log_events import NOT_ENDED, Findings, Sighting, Sign
 from rallypoint.diagnosis.node_evidence import of_one_clock
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.rank_kinds import (
     CONSEQUENCES,
     HEARD_LATE,
@@ -197,7 +198,7 @@ def beginning(job: JobEvidence, reports: Iterable[Report]) -> float:
 
 
 # Exceptions that come from outside the program: the same may go well a minute later.
-_FROM_OUTSIDE = re.compile(
+_FROM_OUTSIDE = Pattern(
     r"Connect|Timeout|gaierror|HTTP|URL|SSL|Network|Socket|Broken|Dist|Memory|Interrupt|Blocking|^OSError|^IOError"
 )
 

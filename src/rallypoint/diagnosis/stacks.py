@@ -7,36 +7,34 @@ interpreter's, and says a stack in one line: `train.py:42 in step (torch all_red
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from rallypoint.diagnosis.evidence import Frame, RankEvidence
+from rallypoint.diagnosis.pattern import Pattern
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_HEADER = re.compile(
+_HEADER = Pattern(
     r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\]]*)\])?(?: \(most recent call first\))?:"
 )
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_FRAME = Pattern(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # The launcher. The store is no part of it: programs call it, and a report says so as it does of
 # torch ("rallypoint wait").
-_OURS = re.compile(
+_OURS = Pattern(
     r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)*\w+\.py$|(^|/)rallypoint/__main__\.py$"
 )
-_INTERPRETER = re.compile(
-    r"^<frozen (runpy|importlib.*)>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$"
-)
+_INTERPRETER = Pattern(r"^<frozen (runpy|importlib.*)>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
 # The text of `python -c`. Our own processes begin with a line of it, and dataclasses write
 # functions that say they stand in it, with names in underscores; a function with another name is
 # one that somebody typed there, and started with `launch`.
 _TYPED = "<string>"
-_PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
+_PACKAGES = Pattern(r".*/(?:site|dist)-packages/(?P<path>.+)$")
 # "file:function" of a Cython frame. The file has its path on the machine that built the library.
-_BUILT = re.compile(
+_BUILT = Pattern(
     r"(?![/\\<]|[A-Za-z]:)(?:[^:]+\.(?:pyx|px[id]):|(?=(?:src/|lib/)?(?P<of>\w+)/[^:]*\.py:(?P=of)\.)[^:]+:)(?P<module>\w*)"
 )
-_STDLIB = re.compile(r"(?:.*/lib(?:64)?/python3\.\d+t?|[A-Za-z]:/.*/[Ll]ib)/(?P<path>.+)$")
+_STDLIB = Pattern(r"(?:.*/lib(?:64)?/python3\.\d+t?|[A-Za-z]:/.*/[Ll]ib)/(?P<path>.+)$")
 # Names inside torch that say nothing: decorators around the call that the program made.
 WRAPPERS = frozenset(
     (
@@ -64,16 +62,16 @@ COLLECTIVES = frozenset(
         "scatter", "scatter_object_list", "_sync_module_states", "_verify_param_shape_across_processes",
     )
 )  # fmt: skip
-_DISTRIBUTED = re.compile(
+_DISTRIBUTED = Pattern(
     r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|utils)\.py$"
 )
-_DDP = re.compile(r"(^|/)torch/nn/parallel/distributed\.py$")
-_PRIVATE = re.compile(r"_[^_]")  # `_call_impl`, `_wrapper`
-_BACKWARD = re.compile(r"(^|/)torch/(_tensor|autograd/(__init__|graph))\.py$")
-_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
-_POOL = re.compile(r"(^|/)multiprocessing/pool\.py$")
+_DDP = Pattern(r"(^|/)torch/nn/parallel/distributed\.py$")
+_PRIVATE = Pattern(r"_[^_]")  # `_call_impl`, `_wrapper`
+_BACKWARD = Pattern(r"(^|/)torch/(_tensor|autograd/(__init__|graph))\.py$")
+_LOADER = Pattern(r"(^|/)torch/utils/data/dataloader\.py$")
+_POOL = Pattern(r"(^|/)multiprocessing/pool\.py$")
 # A rank in one of these is being looked at by a person.
-_DEBUGGERS = re.compile(
+_DEBUGGERS = Pattern(
     r"(^|/)(pdb|bdb|pudb/\w+|IPython/terminal/debugger|IPython/core/debugger|ipdb/\w+|debugpy/.+|pydevd\w*)\.py$"
 )
 

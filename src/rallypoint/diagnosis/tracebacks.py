@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.raised import LEFT_OUT, Frame, Raised, cut, joined
 from rallypoint.diagnosis.render import ESCAPES
 
-_IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
-_IN_TASK = re.compile(r"^(?:[\w.]+\.RayTaskError\(\w+\): )?ray::(.+)$", re.MULTILINE)
+_IN_PROCESS = Pattern(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
+_IN_TASK = Pattern(r"^(?:[\w.]+\.RayTaskError\(\w+\): )?ray::(.+)$", re.MULTILINE)
 
 
 def in_process(error: Raised) -> tuple[str, Raised] | None:
@@ -37,7 +38,7 @@ def in_process(error: Raised) -> tuple[str, Raised] | None:
     return (where, replace(inner, at=error.at, call=error.call)) if inner is not None else None
 
 
-_BY_RPC = re.compile(r"\bOn WorkerInfo\(id=(\d+), name=(.+)\):$", re.MULTILINE)
+_BY_RPC = Pattern(r"\bOn WorkerInfo\(id=(\d+), name=(.+)\):$", re.MULTILINE)
 
 
 def by_rpc(error: Raised) -> tuple[int, str, Raised] | None:
@@ -49,10 +50,10 @@ def by_rpc(error: Raised) -> tuple[int, str, Raised] | None:
     return (int(found[1]), found[2], replace(inner, at=error.at)) if found and inner else None
 
 
-_OF_CHECKPOINT = re.compile(
+_OF_CHECKPOINT = Pattern(
     r"CheckpointException: CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)"
 )
-_OF_RANK = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d+)\)$", re.MULTILINE)
+_OF_RANK = Pattern(r"^Traceback \(most recent call last\): \(RANK (\d+)\)$", re.MULTILINE)
 
 
 def in_checkpoint(error: Raised) -> dict[int, Raised]:
@@ -90,7 +91,7 @@ def wrapped(error: Raised) -> Raised | None:
     return inner and replace(inner, at=error.at)
 
 
-_IN_LOADER = re.compile(
+_IN_LOADER = Pattern(
     r"^Caught \w+ in DataLoader worker process (\d+)\.\s*Original Traceback", re.MULTILINE
 )
 
@@ -121,23 +122,23 @@ def from_loader(error: Raised) -> Raised | None:
 # error of ours
 AFTER_END = 12
 
-_EXPLAIN = re.compile(
+_EXPLAIN = Pattern(
     r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$"
 )  # the last line that Python shows of an error of ours
 _TRACEBACK = "Traceback (most recent call last):"
 # Python goes on after it
-IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
+IGNORED = Pattern(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
 # what Hydra, and CUDA's errors in torch, say below any exception
-_CLOSING = re.compile(
+_CLOSING = Pattern(
     r"Set the environment variable HYDRA_FULL_ERROR|(?:CUDA|HIP) kernel errors might|For debugging consider"
     r"|Compile with `TORCH_USE_|Search for `"
 )
-_RANK = re.compile(
+_RANK = Pattern(
     r"^\[rank\d+\]: ?"
 )  # torch's own excepthook puts it before each line once there is a group
 _DURING = "During handling of the above exception, another exception occurred:"
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
-_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_FRAME = Pattern(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_EXCEPTION = Pattern(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 
 
 def exception_in(lines: Sequence[str]) -> Raised | None:
@@ -219,7 +220,7 @@ def _with_code(error: Raised, after: Sequence[str]) -> Raised:
     return replace(error, code=codes[0]) if ours else error
 
 
-_GOES_ON = re.compile(r"\s+(?!\d+%\|)\S")
+_GOES_ON = Pattern(r"\s+(?!\d+%\|)\S")
 """A further line of an exception's message: no progress bar, which is drawn again at the end."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal as signals
 
 from rallypoint.diagnosis import classify, stacks
@@ -11,10 +10,11 @@ from rallypoint.diagnosis.causes.case import Case, likely, process_ids, resident
 from rallypoint.diagnosis.causes.report_form import account
 from rallypoint.diagnosis.causes.wording import CRASHES, crash_words, first_line, named, signal_name
 from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report
 
-_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
-_LEFT = re.compile(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code \d+")
+_LOADER = Pattern(r"/torch/utils/data/dataloader\.py$")
+_LEFT = Pattern(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code \d+")
 
 
 def producer_gone(case: Case, error: Raised) -> Report:

@@ -22,6 +22,7 @@ from rallypoint.diagnosis.causes.wording import HEADLINE_MESSAGE, cut, listed, n
 from rallypoint.diagnosis.error_patterns import python
 from rallypoint.diagnosis.evidence import Frame, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Collective, Sighting
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.world import ranks_phrase
 
@@ -161,30 +162,22 @@ def models_differ(case: Case, error: Raised) -> Report:
     nothing = 0 in (number, others)
     why = "DDP averages parameter by parameter, so every rank must build the same model"
     if nothing:
-        why = (
-            "a model without parameters is also what a rank seems to have when their exchange broke"
-        )
+        why = "no parameters are also what a rank seems to have when their exchange broke"
     headline = f"rank {rank} gave DDP a model of {number} parameters, rank {other} one of {others}"
     if found["which"]:
         there = f"{found['which']} has {found['sizes']} there"
-        headline = (
-            f"{case.subject} gave DDP another model than the first rank of the group: {there}"
-        )
+        headline = f"{case.subject} gave DDP another model than the group's first rank: {there}"
+    build = "print(rank, [tuple(one.shape) for one in model.parameters()])"
+    differs = (
+        "and look for what the model depends on that differs: the rank, a file, a version, a seed"
+    )
     return account(
         likely(case) if nothing else case,
         "collective-mismatch",
         headline,
         error,
         why=why,
-        help=(
-            Help(
-                "print in each rank what it builds, before DDP",
-                "print(rank, [tuple(one.shape) for one in model.parameters()])",
-            ),
-            Help(
-                "and look for what the model depends on that differs: the rank, a file, a version, a seed"
-            ),
-        ),
+        help=(Help("print in each rank what it builds, before DDP", build), Help(differs)),
         ranks=case.numbers if found["which"] else tuple(sorted((rank, other))),
     )
 
@@ -334,7 +327,7 @@ def stalled(stall: Sighting) -> Report:
     )
 
 
-_NCCL_CONNECT = re.compile(r"[Cc]onnect(?:ion)? (?:to|with|from) \S+ failed")
+_NCCL_CONNECT = Pattern(r"[Cc]onnect(?:ion)? (?:to|with|from) \S+ failed")
 
 
 def nccl_failed(case: Case, error: Raised) -> Report:

@@ -27,6 +27,7 @@ from rallypoint.diagnosis.causes.wording import (
 )
 from rallypoint.diagnosis.error_patterns import python, read_line, refused_starts
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
@@ -38,13 +39,13 @@ DEEP, DIFFERENT = 100, 25
 no end: one over half a dozen functions, each of which calls at several lines.
 """
 
-_DUMP = re.compile(
+_DUMP = Pattern(
     r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)'
 )
 
 
 _TIMER = "mostly a timer of the program expired, and nothing handled its signal: signal.alarm, signal.setitimer"
-_TIME_IS_UP = re.compile(r"Timeout \(\d+:\d\d:\d\d[.\d]*\)!$")  # faulthandler's words
+_TIME_IS_UP = Pattern(r"Timeout \(\d+:\d\d:\d\d[.\d]*\)!$")  # faulthandler's words
 _KNOWN_REASONS = {
     signals.SIGXCPU: ("the limit on processor time was reached", "ulimit -t"),
     signals.SIGXFSZ: ("the limit on the size of files was reached", "ulimit -f"),
@@ -215,7 +216,7 @@ def crashed(case: Case, caught: Raised | None = None) -> Report:
 
 
 # libgomp, OpenBLAS, and Python itself
-_NO_THREAD = re.compile(r"Thread creation failed|pthread_create failed|can't start new thread")
+_NO_THREAD = Pattern(r"Thread creation failed|pthread_create failed|can't start new thread")
 
 _LESS_DETAIL = Help(
     "if TORCH_DISTRIBUTED_DEBUG is DETAIL, use INFO: under DETAIL the constructor of DDP crashes (torch 2.13 with gloo)",
@@ -303,7 +304,7 @@ def _exited_by_a_log(case: Case, code: int) -> Report:
 
 
 # argparse, click and optparse, absl
-_REFUSED = re.compile(
+_REFUSED = Pattern(
     r"unrecognized arguments|no such option|unknown (?:command line )?(?:flag|option)",
     re.IGNORECASE,
 )

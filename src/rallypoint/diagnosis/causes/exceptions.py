@@ -22,6 +22,7 @@ from rallypoint.diagnosis.causes.exception_help import help_for
 from rallypoint.diagnosis.causes.report_form import account, timeline
 from rallypoint.diagnosis.causes.wording import HEADLINE_OURS, first_line, listed, named
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
@@ -71,7 +72,7 @@ def raised(case: Case, error: Raised | None) -> Report:
     return account(case, "rank-raised", headline, error, why=why, evidence=evidence, help=helps)
 
 
-_KILLED = re.compile(r"signal SIGKILL|Signals\.SIGKILL|exit ?code[:=]? ?-9\b|[Kk]illed by signal 9")
+_KILLED = Pattern(r"signal SIGKILL|Signals\.SIGKILL|exit ?code[:=]? ?-9\b|[Kk]illed by signal 9")
 """Words about a process that SIGKILL ended, as mp.spawn, subprocess and libraries have them."""
 
 

@@ -13,19 +13,20 @@ from rallypoint.diagnosis.causes.wording import cut, first_line, listed, named
 from rallypoint.diagnosis.error_patterns import nvidia, torch
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.log_events import Findings
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.world import ranks_phrase
 
-_ASSERTED = re.compile(r"\b(\w{1,100}\.cu:\d+): .{0,300}?Assertion `(.{0,300}?)` ?failed")
-_FAULT = re.compile(
+_ASSERTED = Pattern(r"\b(\w{1,100}\.cu:\d+): .{0,300}?Assertion `(.{0,300}?)` ?failed")
+_FAULT = Pattern(
     r"device-side assert triggered|illegal memory access|misaligned address|unspecified launch failure"
 )
 
 
-_OF_ROCM = re.compile(r"\bby GPU \**node-\d|\bHSA_STATUS_|\bHIP error|\bhipError")
-_OF_CANN = re.compile(
+_OF_ROCM = Pattern(r"\bby GPU \**node-\d|\bHSA_STATUS_|\bHIP error|\bhipError")
+_OF_CANN = Pattern(
     r"\bai(?:core|vec|vector|cpu) error|(?:aicore|vector core) execution is abnormal"
 )
 _ASK_DRIVER = Help("see what the driver reports about the GPUs", "sudo dmesg -T | grep -i nvrm")
@@ -89,8 +90,8 @@ def kernel_failed(case: Case, error: Raised) -> Report:
 
 _SHOWN = 3  # lines of the driver
 # What has its cause in its words: an assert is always the program's.
-_EXPLAINED = re.compile(r"uncorrectable ECC error|device-side assert|: the assertion ")
-_OF_CUDA = re.compile(r"cuda-(?:kernel|init)-failed|device-(?:busy|missing)|nccl-failed")
+_EXPLAINED = Pattern(r"uncorrectable ECC error|device-side assert|: the assertion ")
+_OF_CUDA = Pattern(r"cuda-(?:kernel|init)-failed|device-(?:busy|missing)|nccl-failed")
 
 
 def with_xids(report: Report, log: Findings) -> Report:
@@ -284,7 +285,7 @@ _SPAWN = Help(
 )
 
 
-_FORKED = re.compile(
+_FORKED = Pattern(
     r"this process was forked at (\S+?)(?:, after (\S+) had used CUDA|,|$)", re.MULTILINE
 )
 

@@ -5,18 +5,18 @@ before those of libraries.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame
+from rallypoint.diagnosis.pattern import Pattern
 
 _HEADER = "Traceback (most recent call last):"
 _JOINTS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_FRAME = Pattern(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 # of the named exception's message beyond its first line: torch names there the tensor that does not
 # fit
 _MESSAGE_PARTS = 2
@@ -84,7 +84,7 @@ def _by_weight(lines: Sequence[str], kind: str) -> Iterator[Sequence[int]]:
 
 # Lines that torch adds to a message for those who look into torch: they say less than any frame of
 # the program.
-_NATIVE = re.compile(r"^(frame #\d+|Exception raised from |C\+\+ CapturedTraceback|\[W\d)")
+_NATIVE = Pattern(r"^(frame #\d+|Exception raised from |C\+\+ CapturedTraceback|\[W\d)")
 
 
 def _shown(lines: Sequence[str], kept: set[int], elsewhere: str) -> list[str]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import re
+from rallypoint.diagnosis.pattern import Pattern
 
-_EXCEPTION = re.compile(  # pytest puts an E before it
+_EXCEPTION = Pattern(  # pytest puts an E before it
     r"^(?:E {3,12})?(?P<type>(?:[A-Za-z_]\w*\.)*_?(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|Exception)): ?(?P<message>.+)$"
 )
 
-_OF_CONDA = re.compile(r"CondaError: Run 'conda |CommandNotFoundError: Your shell ")
+_OF_CONDA = Pattern(r"CondaError: Run 'conda |CommandNotFoundError: Your shell ")
 """What conda says in a script before the job, and the script goes on."""
 
 # A line that itself says that it is no failure, or that quotes: help texts, configuration, the
 # source line in a traceback, a warning of Python's that is not of CUDA.
-NO_FAILURE = re.compile(
+NO_FAILURE = Pattern(
     r"\b(raise|except|assert|warnings?\.warn|print|logger?\.\w+)\b ?[\w.(]*\(|\bIf you\b|--help"
     r"|:\d+: \w{0,40}Warning: (?!CUDA|Can't)|retry(ing)?\b|\bskip(ped|ping)?\b"
 )
 
 # A line that speaks of a failure plainly, whatever program wrote it. Not every "error": a metric
 # has that name, and a number behind it.
-_FAILURE = re.compile(
+_FAILURE = Pattern(
     r"\[error\]|\bmay be stuck\b|\b[Ee]rror(?: \(\d+\))?[:!](?! *[-+]?[\d.]+(?:\s|$))|\bERROR\b(?!S?: ?0\b)|\b(?:FATAL|CRITICAL|PANIC)\b"
     r"|\b\w{3,}(?:Error|Exception)(?::|$|\()|\bException\b"
     r"|\b(?:[Ff]atal|[Aa]borting|[Aa]borted|[Cc]rashed|[Ss]talled|unexpectedly|core dumped|BAD TERMINATION|segfault|[Ff]ailed)\b"
@@ -36,13 +36,13 @@ _FAILURE = re.compile(
     r"|退出代码 ?-?[1-9]|\bSystemExit: [1-9]|\bdoes not know how to route\b"
 )
 
-_QUIET_LEVELS = re.compile(
+_QUIET_LEVELS = Pattern(
     r"^(?:\S{1,40} ){0,3}\[?(?:DEBUG|INFO|TRACE)\b|NCCL INFO|\[I\d* |^I\d{4} |(?<![\d.])0 (?:errors|failed|failures)\b"
     r"|[Nn]o (?:errors?|failures?)\b"
 )
 
 # What launchers say beside the facts: of the failure that they tell in another line.
-_REMARKS = re.compile(
+_REMARKS = Pattern(
     r"^Primary job +terminated|^a non-zero exit code\. Per user|^mpirun detected|^Please (?:see|check|look)|CLEANING UP REMAINING"
     # What many programs say on their way that go well: TensorFlow beside torch, pip.
     r"|Unable to register cu\w+ (?:factory|plugin)|Could not load dynamic library|NUMA node read from SysFS|pip's dependency resolver"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from rallypoint.diagnosis.log_events import Sign
+from rallypoint.diagnosis.pattern import Pattern
 
 NAMES = "Killed|Segmentation fault|Aborted|Bus error|Terminated|Floating point exception|Illegal instruction|已杀死|段错误|已放弃"
 SERVICE = "the service that ran it"
@@ -19,7 +19,7 @@ class KnownLine(NamedTuple):
 
     # that a line must hold before the pattern is tried: a search for it is fifty times quicker
     word: str
-    words: re.Pattern[str]
+    words: Pattern
     sign: Sign = Sign.ENDED
     by: str = ""  # the one that says so
     first: bool = False  # of the process that failed first, as it says
@@ -38,4 +38,4 @@ def line(
     code: int = 0,
 ) -> KnownLine:
     """Make a line of a table from the text of its pattern."""
-    return KnownLine(word, re.compile(words), sign, by, first, signal, code)
+    return KnownLine(word, Pattern(words), sign, by, first, signal, code)

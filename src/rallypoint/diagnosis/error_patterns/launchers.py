@@ -7,16 +7,17 @@ import re
 from rallypoint.diagnosis.error_patterns.known_line import ARGPARSE, KnownLine, line
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Sign
+from rallypoint.diagnosis.pattern import Pattern
 
 CAUSES = {
-    "ssh-unresolved": re.compile(r"^(?:.{0,60}: )?ssh: Could not resolve hostname (?P<host>\S+): "),
-    "ssh-failed": re.compile(  # DeepSpeed, ColossalAI
+    "ssh-unresolved": Pattern(r"^(?:.{0,60}: )?ssh: Could not resolve hostname (?P<host>\S+): "),
+    "ssh-failed": Pattern(  # DeepSpeed, ColossalAI
         r"(?:\bhost=|^Error: failed to run torchrun .{1,1000} on )(?P<host>[^\s,]+)"
         r"(?: was not reachable via ssh\b|, is localhost: False, exception: (?!Encountered a bad command))"
     ),
 }
 
-LOST = re.compile(
+LOST = Pattern(
     r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError"
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost|LocalRayletDied)Error\b"
     r"|\bEngineDeadError\b|(?:WorkerProc|Engine core) initialization failed"  # vLLM
@@ -26,13 +27,13 @@ LOST = re.compile(
 left when another one has gone.
 """
 
-WAITED = re.compile(
+WAITED = Pattern(
     r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout"
     r"|there are other ranks that didn't finish",  # SGLang
     re.IGNORECASE,
 )
 
-ENDS_ITSELF = re.compile(r"Received sigquit from a child proc|\bSIGQUIT received\. signum=")
+ENDS_ITSELF = Pattern(r"Received sigquit from a child proc|\bSIGQUIT received\. signum=")
 """Words of SGLang's server, which kills itself then: a process of its own had failed."""
 
 # What a launcher starts. Of any other command (gcc, aws, sh) a library or the program tells.
@@ -137,9 +138,7 @@ LINES = (
 OF_RANKS = frozenset(("torchrun", "DeepSpeed", "mp.spawn", "Composer", "Paddle"))
 """Those that tell of ends, and have started the ranks themselves."""
 
-_RESTARTS = re.compile(
-    r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)"
-)
+_RESTARTS = Pattern(r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)")
 
 
 def restarts(text: str) -> bool:
@@ -147,7 +146,7 @@ def restarts(text: str) -> bool:
     return "estart" in text and _RESTARTS.search(text) is not None
 
 
-_MEMBER = re.compile(
+_MEMBER = Pattern(
     r"[Ii]nitializing (?:ddp|distributed): GLOBAL_RANK: (?P<rank>\d+), MEMBER: \d+/(?P<all>\d+)"
 )
 
@@ -160,13 +159,13 @@ def member(text: str) -> tuple[int, int] | None:
     return (int(found["rank"]), int(found["all"])) if found is not None else None
 
 
-_WRAPPERS = re.compile(
+_WRAPPERS = Pattern(
     r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException"
     r"|UnexpectedStatusException|ExecuteUserScriptError)$"  # SageMaker
 )
 
 # Where launchers raise CalledProcessError for what they started, a script or a tool around Python.
-_RAISING = re.compile(
+_RAISING = Pattern(
     r"(^|/)(?:accelerate/commands/\w+|deepspeed/launcher/\w+|torch/distributed/launch)\.py$"
 )
 

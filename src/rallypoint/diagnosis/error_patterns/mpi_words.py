@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from rallypoint.diagnosis.error_patterns.known_line import NAMES, line
 from rallypoint.diagnosis.log_events import Sign
+from rallypoint.diagnosis.pattern import Pattern
 
 LINES = (
     line(
@@ -69,7 +68,7 @@ def stalls(text: str) -> bool:
     )
 
 
-EXIT = re.compile(
+EXIT = Pattern(
     r"detected that one or more processes exited with non-zero"
     r"|(?P<mpich>BAD TERMINATION OF ONE OF YOUR)|MPI_ABORT was invoked on rank (?P<rank>\d+)"
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from rallypoint.diagnosis.pattern import Pattern
 
-XID = re.compile(r"NVRM: Xid \(PCI:(?P<gpu>[\da-fA-F:.]+)\): (?P<xid>\d+)\b")
+XID = Pattern(r"NVRM: Xid \(PCI:(?P<gpu>[\da-fA-F:.]+)\): (?P<xid>\d+)\b")
 
 _MEMORY = "had an ECC error"
 _LINK = "had an NVLink error"

@@ -11,13 +11,14 @@ import re
 
 import msgspec
 
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Help, Report
 
 
 class Classic(msgspec.Struct, frozen=True):
     """A line that many people meet."""
 
-    pattern: re.Pattern[str]
+    pattern: Pattern
     headline: str
     causes: tuple[str, ...]  # the most frequent one first
     help: tuple[Help, ...]
@@ -27,7 +28,7 @@ class Classic(msgspec.Struct, frozen=True):
 def _classic(
     words: str, headline: str, causes: tuple[str, ...], *help: Help, question: str = ""
 ) -> Classic:
-    return Classic(re.compile(words, re.IGNORECASE), headline, causes, help, question)
+    return Classic(Pattern(words, re.IGNORECASE), headline, causes, help, question)
 
 
 _ALL_LOGS = Help(
@@ -192,7 +193,7 @@ CLASSICS = (
 )
 
 
-_ADDRESS = re.compile(
+_ADDRESS = Pattern(
     r"(?:connect to|address of) (?:any network address of )?[(\[](?P<host>[\w.:-]{1,255})(?:, |\]:)(?P<port>\d{1,5})"
 )
 

@@ -5,35 +5,34 @@ from __future__ import annotations
 import re
 
 from rallypoint.diagnosis.error_patterns.known_line import line
+from rallypoint.diagnosis.pattern import Pattern
 
 _NOT_LOCKED = (
     # InfiniBand; EFA through libfabric
     r"\b(?:ibv_\w{1,40}|[Uu]nable to register memory)\b[^\n]{0,200}Cannot allocate memory"
 )
-NOT_LOCKED = re.compile(_NOT_LOCKED)
+NOT_LOCKED = Pattern(_NOT_LOCKED)
 """Error text of InfiniBand or EFA that could not lock memory: the limit is that of `ulimit -l`."""
 
 CAUSES = {
-    "files-exhausted": re.compile(
-        r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata"
-    ),
-    "port-in-use": re.compile(
+    "files-exhausted": Pattern(r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata"),
+    "port-in-use": Pattern(
         r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]"
         r"|but another process is utilizing it",
         re.IGNORECASE,
     ),
-    "port-forbidden": re.compile(
+    "port-forbidden": Pattern(
         r"(?:bind|listen)\b.{0,160}(?:errno: 13\b|EACCES|Permission denied)",
         re.IGNORECASE | re.DOTALL,
     ),
-    "host-memory": re.compile(
+    "host-memory": Pattern(
         rf"^(?s:(?!.*(?:{_NOT_LOCKED}|\bIb failure: )).*?)Cannot allocate memory"
         r"|\[Errno 12\]|std::bad_alloc|^MemoryError$"
         r"|^Unable to allocate [\d.]+ \wi?B for an array"  # NumPy
         r"|\[WinError 1455\]|The paging file is too small",
         re.IGNORECASE,
     ),
-    "disk-full": re.compile(
+    "disk-full": Pattern(
         # the kernel says the same where a user watches more files than allowed
         r"^(?!.*inotify).*?(?:No space left on device|Disk quota exceeded|\[Errno (28|122)\]|\(os error (28|122)\)"
         r"|\[WinError (112|39|1295)\]|There is not enough space on the disk"
@@ -43,18 +42,18 @@ CAUSES = {
     ),
 }
 
-NO_FILES = re.compile(
+NO_FILES = Pattern(
     # a DataLoader that gets no more descriptors from its workers; Trainium's copy of NCCL
     r"Too many open files\. Communication with the workers is no|CCOM WARN .{1,80} : Too many open files"
 )
-UNRESOLVED = re.compile(
+UNRESOLVED = Pattern(
     r"\bhost not found: |Name or service not known|Temporary failure in name resolution"
     r"|nodename nor servname|getaddrinfo failed"
 )
-HOST = re.compile(r"""\bhost(?:name)? ['"]?(?P<host>[\w-]+(?:\.[\w-]+)+)['"]?[: ]""")
+HOST = Pattern(r"""\bhost(?:name)? ['"]?(?P<host>[\w-]+(?:\.[\w-]+)+)['"]?[: ]""")
 """The host that a resolver's words name."""
 
-PORT = re.compile(
+PORT = Pattern(
     r"\bport[:= ]+`?(\d{1,5})\b"  # torch; accelerate quotes the number
     r"|\('[^']*', (\d{1,5})[,)]"  # socket.create_server, asyncio
     # gRPC, uvicorn and others
@@ -63,14 +62,14 @@ PORT = re.compile(
 )
 """The port that an error about one names."""
 
-MEMORY_WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
-MEMORY_WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
-SYMBOL = re.compile(
+MEMORY_WANTED = Pattern(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
+MEMORY_WANTED_BY_NUMPY = Pattern(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
+SYMBOL = Pattern(
     r"(?P<library>(?<![^\s:])[^\s:]{0,400}\.so[.\d]{0,40}): undefined symbol: (?P<symbol>\w+)"
 )
 """Words of the loader of shared libraries about one that misses a symbol."""
 
-NOT_PICKLED = re.compile(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
+NOT_PICKLED = Pattern(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
 
 BARE_TYPES = (
     "ConnectionError",
@@ -80,10 +79,10 @@ BARE_TYPES = (
     "BrokenPipeError",
     "EOFError",
 )
-OF_WEB = re.compile(r"https?://|HTTPS?Connection|\bon the Hub\b")
+OF_WEB = Pattern(r"https?://|HTTPS?Connection|\bon the Hub\b")
 """Words about a connection that went to no rank."""
 
-BARE = re.compile(
+BARE = Pattern(
     r"Connection (reset|closed|aborted|refused)|Broken pipe|Socket Timeout"
     r"|failed to connect to all addresses",
     re.IGNORECASE,

@@ -4,7 +4,6 @@ their sources in tests/logs, and what the makers of a library list themselves.
 
 from __future__ import annotations
 
-import re
 import signal
 
 import msgspec
@@ -21,20 +20,21 @@ from rallypoint.diagnosis.error_patterns import (
 )
 from rallypoint.diagnosis.error_patterns.known_line import KnownLine, line
 from rallypoint.diagnosis.log_events import Collective, End, Sign
+from rallypoint.diagnosis.pattern import Pattern
 
 REPORTED = (
     r"^(?:error|stopped|warning(?=\[job-))\[([a-z]+(?:-[a-z]+)+|interrupted|usage)\]: (\S.*)$"
 )
 """The headline of a report of rallypoint's own."""
 
-FOLDER = re.compile(
+FOLDER = Pattern(
     r"^  logs (?=.*/rank\d+\.log:\d+$|(?!.*:\d+$)) *(/\S.*?)(?:/rank\d+\.log(?::\d+)?)?$"
 )
 """The run folder at the end of such a report, or the log of a rank in it. A line of another log is
 none: `rallypoint explain` wrote that.
 """
 
-OURS = re.compile(f"{REPORTED}|{FOLDER.pattern}")
+OURS = Pattern(f"{REPORTED}|{FOLDER.pattern}")
 
 Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
 """The content of a line: its kind, the facts in it, the ranks that it names."""

@@ -7,6 +7,7 @@ import re
 
 from rallypoint.diagnosis.error_patterns.known_line import NAMES, line
 from rallypoint.diagnosis.log_events import Sign
+from rallypoint.diagnosis.pattern import Pattern
 
 # Commands that start a job. When a shell does not find another command, its script goes on.
 LAUNCHER_COMMAND = (
@@ -91,7 +92,7 @@ def starts_ranks(text: str) -> bool:
     return re.fullmatch(LAUNCHER_COMMAND, not_started(text)[0]) is not None
 
 
-_MISSING = re.compile(
+_MISSING = Pattern(
     r"can't open file '(?P<python>.{1,400})': (?P<errno>\[Errno 2\])"
     r"|python[\d.]*: (?:No module named |Error while finding module specification for ')(?P<module>[^\s']+)|exec: \"(?P<container>.{1,400}?)\": "
     r"|execvp error on file (?P<mpi>.{1,400}) \((?P<why>No such file or directory|Permission denied)\)"

@@ -9,22 +9,23 @@ import re
 
 from rallypoint.diagnosis.error_patterns.known_line import line
 from rallypoint.diagnosis.log_events import Sign, Speaker, of_rank
+from rallypoint.diagnosis.pattern import Pattern
 
 CUDA_UNKNOWN = r"CUDA (?:error: |failure \S{1,80} ')unknown error"
 """Words of CUDA for an error that it has no name for: of whatever call, the first one or a later."""
 
 CAUSES = {
-    "main-unguarded": re.compile(r"An attempt has been made to start a new process before the"),
-    "variable-missing": re.compile(r"environment variable (\w+) expected, but not set"),
-    "parameter-missing": re.compile(
+    "main-unguarded": Pattern(r"An attempt has been made to start a new process before the"),
+    "variable-missing": Pattern(r"environment variable (\w+) expected, but not set"),
+    "parameter-missing": Pattern(
         r"(?:using (?P<scheme>\w+):// rendezvous: )?\b(?P<name>rank|world[ _]size) parameter missing"
     ),
-    "scheme-unknown": re.compile(r"No rendezvous handler for (\w+)://"),
-    "group-twice": re.compile(r"trying to initialize the default process group twice"),
-    "group-missing": re.compile(
+    "scheme-unknown": Pattern(r"No rendezvous handler for (\w+)://"),
+    "group-twice": Pattern(r"trying to initialize the default process group twice"),
+    "group-missing": Pattern(
         r"Default process group (has not been|is not) initialized", re.IGNORECASE
     ),
-    "gpu-memory": re.compile(
+    "gpu-memory": Pattern(
         r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS)\b.{0,20}\bout of memory|CUBLAS_STATUS_ALLOC_FAILED"
         r"|_ERROR_OUT_OF_(DEVICE_)?MEMORY"  # of the drivers of CUDA and oneAPI
         r"|^OutOfMemoryError +Traceback"  # a notebook
@@ -34,7 +35,7 @@ CAUSES = {
         r"|larger than the available KV cache memory|Not enough memory\. Please try to increase --mem-",
         re.IGNORECASE,
     ),
-    "shared-memory": re.compile(
+    "shared-memory": Pattern(
         r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory"
         r"|unable to (write to|resize) file </torch_"  # before torch 1.13
         # torch's files there, and others by their path, before the reason or behind it
@@ -42,20 +43,20 @@ CAUSES = {
         r"|killed by signal: Bus error",
         re.IGNORECASE,
     ),
-    "host-memory": re.compile(
+    "host-memory": Pattern(
         r"DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
     ),
-    "cuda-forked": re.compile(
+    "cuda-forked": Pattern(
         r"Cannot re-initialize CUDA in forked subprocess"
         # notebook_launcher of accelerate
         r"|has been initialized before the `notebook_launcher` could create a forked subprocess"
         r"|avoid running any instruction using `torch\.cuda`"
         r"|can't create new processes if CUDA is already initialized"
     ),
-    "device-busy": re.compile(
+    "device-busy": Pattern(
         r"CUDA-capable device(\(s\) is/are|s are) busy or unavailable", re.IGNORECASE
     ),
-    "device-missing": re.compile(
+    "device-missing": Pattern(
         r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
         r"|Found no NVIDIA driver|no attribute '_cuda_"
         r"|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
@@ -72,7 +73,7 @@ CAUSES = {
         r"|mixed precision requires a (GPU|CUDA)\b|can only be used on CUDA (or \w+ )?devices",
         re.IGNORECASE,
     ),
-    "cuda-init-failed": re.compile(
+    "cuda-init-failed": Pattern(
         r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed"
         r"|driver version is insufficient|nvidia-container-cli: initialization error"
         r"|CUDA (error: |failure \S{1,80} ')(initialization error|system not yet initialized"
@@ -83,18 +84,18 @@ CAUSES = {
         r"|libcudart functions unavailable",
         re.IGNORECASE,
     ),
-    "gpu-not-built-for": re.compile(
+    "gpu-not-built-for": Pattern(
         r"no kernel image is available for execution|hipErrorNoBinaryForGpu"
         r"|\bdevice kernel image is invalid"
         r"|(CUDA|HIP) error: invalid device function"
     ),
-    "parameters-unused": re.compile(r"Expected to have finished reduction in the prior iteration"),
-    "models-differ": re.compile(
+    "parameters-unused": Pattern(r"Expected to have finished reduction in the prior iteration"),
+    "models-differ": Pattern(
         r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while"
         r" rank (\d+) has inconsistent (\d+) params"
         r"|(?P<which>params\[\d+\]) in this process with (?P<sizes>\w+ .{0,200}?) appears not to match"
     ),
-    "kernel-failed": re.compile(
+    "kernel-failed": Pattern(
         r"device-side assert triggered|an illegal (memory access|instruction) was encountered"
         r"|uncorrectable (ECC|NVLink) error (encountered|detected)|unspecified launch failure|hardware stack error"
         r"|the launch timed out and was terminated|(error|failure)\b.{0,20}\b(misaligned address"
@@ -110,28 +111,28 @@ CAUSES = {
         r"|cuda runtime error \((39|59|7[147]|70\d|71\d)\)",
         re.IGNORECASE,
     ),
-    "calls-differ": re.compile(  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    "calls-differ": Pattern(  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         r"Detected mismatch between collectives on ranks\. Rank (\d+) is running (?:inconsistent )?"
         r"collective: .*?OpType=(\w+)(?:.*?\bRank (\d+) is running collective: .*?OpType=(\w+))?",
         re.DOTALL,
     ),
-    "loader-killed": re.compile(
+    "loader-killed": Pattern(
         r"DataLoader worker \(pid\(?s?\)? ?(\d+)\) is killed by signal: "
         r"([A-Z][\w/ ]+?)\.?(?:$| \(|\. )",
         re.MULTILINE,
     ),
 }
 
-URL_LACKS = re.compile(
+URL_LACKS = Pattern(
     r"^Error initializing torch\.distributed using (?:tcp|file):// rendezvous: (port|path)\b"
 )
-LIBRARY = re.compile(r"/torch/lib/|/nvidia/\w+/lib/|(^|/)lib(torch|c10)\w*\.so|/torch/_C\.")
+LIBRARY = Pattern(r"/torch/lib/|/nvidia/\w+/lib/|(^|/)lib(torch|c10)\w*\.so|/torch/_C\.")
 """Paths of libraries that come with torch."""
 
-SYMBOL = re.compile(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
+SYMBOL = Pattern(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
 """Symbols that only torch's libraries have."""
 
-WRITE_FAILED = re.compile(
+WRITE_FAILED = Pattern(
     r"PytorchStreamWriter failed writing |inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+",
     re.IGNORECASE,
 )
@@ -139,27 +140,25 @@ WRITE_FAILED = re.compile(
 do not say. So does "iostream error", which others write, too.
 """
 
-LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
+LOADER_GONE = Pattern(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
 """All that torch says when a worker of a DataLoader has ended and not by a signal."""
 
-PRODUCER_GONE = re.compile(
+PRODUCER_GONE = Pattern(
     r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory"
 )
-CUDA_NOT_STARTED = re.compile(
+CUDA_NOT_STARTED = Pattern(
     r"(CUDA error|cuda runtime error \(3\)) ?: initialization error", re.IGNORECASE
 )
-NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-CAME_SHORT = re.compile(
+NOT_AT_BARRIER = Pattern(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+CAME_SHORT = Pattern(
     r"store based barrier on rank.{0,300}\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
     r"|waiting for\s(?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
 )
-KEYS = re.compile(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
-OWN_KEY = re.compile(
-    r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId"
-)
+KEYS = Pattern(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
+OWN_KEY = Pattern(r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId")
 """Keys that torch itself waits for in its store."""
 
-LOST = re.compile(
+LOST = Pattern(
     r"Did the remote server shutdown or crash|server has shut down too early"
     r"|Failed to recv, got 0 bytes|recvValue failed|recvVector failed|sendBytes failed"
     r"|(^|Error: )(Socket Timeout|eof \(this error originated at tensorpipe)|Stop_waiting response is expected"
@@ -168,7 +167,7 @@ LOST = re.compile(
 )
 """Texts of torch's own transports on a broken connection: they count wherever they occur."""
 
-WAITED = re.compile(
+WAITED = Pattern(
     r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms"
     r"|The client socket has (timed out|failed to connect)"
     r"|Watchdog caught collective operation timeout|collective operation timeout"
@@ -179,7 +178,7 @@ WAITED = re.compile(
 )
 """Texts of torch's on others, or its store, that did not come within the time limit."""
 
-LOST_IN_A_CALL = re.compile(
+LOST_IN_A_CALL = Pattern(
     r"Connection (reset|refused|closed|aborted)|Broken pipe|EOF|Interrupted system call"
     r"|Transport endpoint|socketProgress|NET/Socket|Software caused connection abort"
     r"|ncclSystemError",
@@ -189,7 +188,7 @@ LOST_IN_A_CALL = re.compile(
 torch's.
 """
 
-WAITED_IN_A_CALL = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+WAITED_IN_A_CALL = Pattern(r"tim(ed|e) ?out", re.IGNORECASE)
 TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError", "C10dError")
 
 LINES = (

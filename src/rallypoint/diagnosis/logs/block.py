@@ -5,27 +5,26 @@ one is left to the others, and two headers wait for two last lines.
 
 from __future__ import annotations
 
-import re
-
 from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.pattern import Pattern
 
 HEADER = "Traceback (most recent call last):"
 STRAY = 40  # lines of others that may stand inside a traceback before it is taken for cut off
 KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
 MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
 WORDS = 400  # characters of one line that are kept
-FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in ?(?P<function>\S*))?$')
+FRAME = Pattern(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in ?(?P<function>\S*))?$')
 
-_LONG = re.compile(
+_LONG = Pattern(
     r"NCCL [Ee]rror|HCCL error|error: Hccl|NPU (?:function )?error[,:]|waiting for$"
     r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
 )
 
-ANOTHERS = re.compile(
+ANOTHERS = Pattern(
     r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
 )
 
-_NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
+_NATIVE = Pattern(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
 
 
 def goes_on(message: list[str]) -> bool:

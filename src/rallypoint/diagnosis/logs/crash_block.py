@@ -8,19 +8,20 @@ from rallypoint.diagnosis.error_patterns import python, read_line
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Sign
 from rallypoint.diagnosis.logs.block import ANOTHERS, HEADER, KEPT, MESSAGE_LINES, Block, native
+from rallypoint.diagnosis.pattern import Pattern
 
 # LLVM's library has the message in the line that names the type.
-_WHAT = re.compile(
+_WHAT = Pattern(
     rf"^ *(?:what\(\):|libc\+\+abi(?:\.dylib)?: terminating .{{1,30}} exception of type \S+:|(?:/\S{{0,400}}/)?(?={python.GAVE_UP})) *(.*)$"
 )
 
 # glog's and absl's last words, and TensorFlow's
-_CHECK = re.compile(
+_CHECK = Pattern(
     r"^(?:F\d{4} .{0,60}?|\d{4}-\S+ \S+: F )(?P<place>[\w./-]+:\d+)\] (?P<words>Check failed: .+)$"
 )
 
-_CHECKS_TRACE = re.compile(r"^\*\*\* Check failure|^ +@ ")
-_DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
+_CHECKS_TRACE = Pattern(r"^\*\*\* Check failure|^ +@ ")
+_DUMP = Pattern(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
 
 
 class Crash(Block):

@@ -22,6 +22,7 @@ from rallypoint.diagnosis.log_events import (
 )
 from rallypoint.diagnosis.logs.block import HEADER, MESSAGE_LINES, WORDS, Block
 from rallypoint.diagnosis.logs.traceback_blocks import GroupTraceback, Traceback
+from rallypoint.diagnosis.pattern import Pattern
 
 # Numbers of signals that MPICH gives as an exit code.
 FATAL_SIGNALS = frozenset((4, 6, 7, 8, 9, 11))
@@ -48,8 +49,8 @@ class Failure:
 class Summary(Block):
     """The table of failures that torchrun prints: one paragraph for each rank that failed."""
 
-    _NEXT = re.compile(r"^ *\[\d+\]:$")
-    _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback|msg) *: ?(.*)$")
+    _NEXT = Pattern(r"^ *\[\d+\]:$")
+    _FIELD = Pattern(r"^ *(time|host|rank|exitcode|error_file|traceback|msg) *: ?(.*)$")
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(number)
@@ -126,7 +127,7 @@ class MpiExit(Block):
     """
 
     _FACTS = tuple(
-        re.compile(words)
+        Pattern(words)
         for words in (
             r"(?P<last>with errorcode|Exit code:) +(?P<code>-?\d+)",
             r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]",
@@ -182,7 +183,7 @@ class MpiExit(Block):
 class Stall(Block):
     """The list that Horovod prints of the calls that some ranks are in and others are not."""
 
-    _CALL = re.compile(r"^\s*(?P<call>\S+) \[(?P<which>ready|missing) ranks: (?P<ranks>[\d, ]+)\]")
+    _CALL = Pattern(r"^\s*(?P<call>\S+) \[(?P<which>ready|missing) ranks: (?P<ranks>[\d, ]+)\]")
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(number)

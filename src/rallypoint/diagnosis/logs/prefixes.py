@@ -8,13 +8,14 @@ import re
 from collections.abc import Sequence
 
 from rallypoint.diagnosis.log_events import NOBODY, Speaker, of_rank
+from rallypoint.diagnosis.pattern import Pattern
 
 # prefixes of one line: a container's time, kubectl's pod, mpirun's tag, torchrun's, torch's own,
 # and one to spare
 _STRIPPED = 6
 
 # Prefixes that name no process, but stand in front.
-_CARRIERS = re.compile(
+_CARRIERS = Pattern(
     # kubectl, docker, cri-o
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? "
     r"(?:(?:stdout|stderr) [FP] |(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG))"
@@ -48,7 +49,7 @@ _CARRIERS = re.compile(
 _SPEAKERS = (
     (
         "rank {}",
-        re.compile(
+        Pattern(
             r"\[rank(\d+)\]: ?"  # torch
             r"|\[rank=(\d+)\] "
             # mpirun --tag-output, horovodrun; SageMaker has "1,mpirank:11,algo-2" in its brackets.
@@ -60,7 +61,7 @@ _SPEAKERS = (
     ),
     (
         "local rank {}",
-        re.compile(
+        Pattern(
             r"\[[A-Za-z_]{1,60}(\d{1,5})\]:(?!\d)"  # torchrun --tee: [default0]:
             r"|[a-z][\w-]{0,60}/\d{1,5} \[(\d{1,5})\]:"  # TorchX: trainer/0 [1]:
         ),
@@ -68,13 +69,13 @@ _SPEAKERS = (
     # [trainer22|6]:RuntimeError: ...
     (
         "{}",
-        re.compile(
+        Pattern(
             r"(\[[^\]\s]{1,60}\]):(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
         ),
     ),
     (
         "{} pid {}",
-        re.compile(
+        Pattern(
             # SkyPilot has the number of the node; Ray has no name for a process without an actor
             r"\(([A-Za-z_]\w{0,60}(?=[ ,])|)(?:, rank=\d{1,5})?,? ?pid=(\d{1,9})(?:, ip=[\d.]{1,40})?\) ?"
         ),
@@ -110,16 +111,16 @@ def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
     return None
 
 
-_BEFORE_FRAMES = re.compile(
+_BEFORE_FRAMES = Pattern(
     # what a logger wrote into the line is none
     r"(?!.{0,80}?(?:Error|Exception|ERROR|WARNING|CRITICAL|INFO|DEBUG)\b.{0,80}?Traceback)"
     r"(?P<prefix>(?:\S{1,40} ){0,2}(?:\S{1,60}[:>\]]|\S{1,60} *\|) ?)"
     r"(?=(?:\[rank\d+\]: ?)?(?:  File \"[^\"]+\", line \d+|Traceback \(most recent call last\):))"
 )
-_FRAMES = re.compile(r"(?:\[rank\d+\]: ?)?(?:  File \"|Traceback \(most recent call last\):)")
-_CLOCK = re.compile(r"\d:\d\d:\d\d")
+_FRAMES = Pattern(r"(?:\[rank\d+\]: ?)?(?:  File \"|Traceback \(most recent call last\):)")
+_CLOCK = Pattern(r"\d:\d\d:\d\d")
 # What is a prefix where all lines have it: a time, or a host with a number in its name.
-_COMMON = re.compile(
+_COMMON = Pattern(
     r"(?P<clock>\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?(?= ))"
     r"|(?!python|\d+:|[\w.-]{0,100}(?:Error|Exception|\.\w?[a-z]{2}):)"
     r"(?=[\w.-]{0,100}\d)[\w.-]{1,100}:(?= (?!line \d|error:))"
@@ -128,7 +129,7 @@ _COMMON = re.compile(
 # Celery, Dask, loguru, Python's own.
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
 _QUIET = ("TRACE", "DEBUG", "INFO", "NOTICE", "SUCCESS")
-_LOGGER = re.compile(
+_LOGGER = Pattern(
     r"(?:[\[(]?(?:\d{4}[-/]\d\d[-/]\d\d(?:, |[T ]))?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
     rf"[\]):]{{0,2}} (?:[|-] )?(?:[\[{{(]?[\w.:/<>-]{{1,60}}[\]}})]? (?:[|-] )?){{0,2}}?[\[(]?(?P<level>{_LEVEL})(?:/[\w-]{{1,40}})?[\])]?:?"
     r"(?:(?: {0,8}[|-])?(?: [\w./]{1,60}(?::[\w<>.]{1,60}){0,2} [|-])?(?: |$)|(?= )|$)"

@@ -4,7 +4,6 @@ not by how long the log is.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -49,6 +48,7 @@ from rallypoint.diagnosis.logs.traceback_blocks import (
     headless,
     spawned,
 )
+from rallypoint.diagnosis.pattern import Pattern
 
 MOST_SPOKEN = 100
 """Lines of unknown words that are kept of one log; the first ones are shown."""
@@ -65,10 +65,10 @@ PARAGRAPH = 30  # lines of mpirun's paragraph on why it does not start a job, at
 NAMELESS = 4  # last lines without a process name that are kept
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 
-_STOPPED = re.compile(
+_STOPPED = Pattern(
     r"(?:(?:Sending|Terminating|Unable to shutdown) process|Killing subprocess) (\d+)"
 )
-_LAUNCHERS = re.compile(
+_LAUNCHERS = Pattern(
     r"(?:Sending|Terminating) process \d+|Killing subprocess \d+|^srun: |^slurmstepd: |^\[?[EWIF]\d{3,4} |Setting OMP_NUM_THREADS"
     r"|^[*=-]{20}|^Primary job +terminated|^a non-zero exit code|resource_tracker|semaphore_tracker|len\(cache\)"
 )
@@ -76,8 +76,8 @@ _LAUNCHERS = re.compile(
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"
 JOINED = 2000  # characters at its end that are read of a traceback which became one line
 # the end of it
-_IN_ONE_LINE = re.compile(r"\d+, in .*? ((?:\w{1,60}\.){0,9}\w{0,60}(?:Error|Exception): .+)$")
-_PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
+_IN_ONE_LINE = Pattern(r"\d+, in .*? ((?:\w{1,60}\.){0,9}\w{0,60}(?:Error|Exception): .+)$")
+_PLACE = Pattern(r'^ *File "(.+)", line (\d+)$')
 
 _Open = Traceback | GroupTraceback | Message | Crash | Table
 

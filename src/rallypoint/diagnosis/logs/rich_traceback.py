@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-import re
-
 from rallypoint.diagnosis.error_patterns import failure_words, read_line
 from rallypoint.diagnosis.logs.block import ANOTHERS, HEADER, MESSAGE_LINES
 from rallypoint.diagnosis.logs.traceback_blocks import BECAUSE, DURING, Traceback
+from rallypoint.diagnosis.pattern import Pattern
 
-_HEAD = re.compile(r"^\s*╭─+ Traceback \(most recent call last\)? ?─+╮\s*$")
-_PLACE = re.compile(r"(?P<file>\S.*):(?P<line>\d+) ?in ?(?P<function>[\w<>.]+)$")
-_SOURCE = re.compile(r"(?P<here>❱ {0,9})?\d+ [│ ]*(?P<source>.*)$")
+_HEAD = Pattern(r"^\s*╭─+ Traceback \(most recent call last\)? ?─+╮\s*$")
+_PLACE = Pattern(r"(?P<file>\S.*):(?P<line>\d+) ?in ?(?P<function>[\w<>.]+)$")
+_SOURCE = Pattern(r"(?P<here>❱ {0,9})?\d+ [│ ]*(?P<source>.*)$")
 _EDGES = ("╭", "│", "╰")
 _WIDEST = 100  # columns of a box; the message below is as wide as the terminal
 _LONGEST = 1000  # characters of a place that are kept

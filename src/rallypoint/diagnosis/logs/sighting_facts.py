@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from signal import SIGTERM
 
@@ -13,21 +12,22 @@ from rallypoint.diagnosis.classify import Meaning
 from rallypoint.diagnosis.error_patterns import known_line, refused_starts
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Sighting, Sign
+from rallypoint.diagnosis.pattern import Pattern
 
 # Ranks that a message names as its own.
 _NAMED_RANKS = (
-    re.compile(r"rank (\d+) and rank (\d+) both on"),
-    re.compile(r"\(PID:\d+, Device:\d+, RankID:(\d+)\)"),  # torch_npu
-    re.compile(r"did not receive grad for rank (\d+)"),
+    Pattern(r"rank (\d+) and rank (\d+) both on"),
+    Pattern(r"\(PID:\d+, Device:\d+, RankID:(\d+)\)"),  # torch_npu
+    Pattern(r"did not receive grad for rank (\d+)"),
 )
 
-_VICTIM = re.compile(r"\bprocess (\d+) \([^)]{1,40}\)")
+_VICTIM = Pattern(r"\bprocess (\d+) \([^)]{1,40}\)")
 """The process that the kernel has killed, its pid and its name."""
 
 _FINAL = ("ssh-unresolved", "scheme-unknown", "models-differ", "host-unresolved")
 """Causes that no program handles: lines after them are somebody else's."""
 
-_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
+_LOADER = Pattern(r"(^|/)torch/utils/data/dataloader\.py$")
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
 
 from rallypoint.diagnosis.error_patterns import nccl
 from rallypoint.diagnosis.log_events import Sighting, Sign, Speaker
+from rallypoint.diagnosis.pattern import Pattern
 
 MOST_SIGHTINGS = 2000
 """Different things of one log that are kept. What is the same but for its numbers counts as one,
@@ -39,7 +39,7 @@ FOLLOWED = 2
 _SHELL = "\0the shell"  # the name under which a shell's words are watched
 _LONG = "\0long after an import of "  # the same for its imports that failed
 _SPOKEN = "\0spoken by "  # the same for a process's lines of unknown words
-_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+_NUMBERS = Pattern(r"0x[0-9a-f]+|\d+")
 
 
 class Sightings:

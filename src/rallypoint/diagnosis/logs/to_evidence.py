@@ -7,7 +7,6 @@ the log has one for it. The line where something stands takes the place of the c
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from math import inf
@@ -56,6 +55,7 @@ from rallypoint.diagnosis.logs.sighting_facts import (
     ranks_of,
     victim,
 )
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.report import Report
 from rallypoint.world import ranks_phrase
 
@@ -74,10 +74,10 @@ _OF_STARTED = {
 }  # fmt: skip
 """What only a job has that was started."""
 
-_OF_SEVERAL = re.compile(r"--local[_-]rank|\btorch\.distributed\.(?:run|launch)\b|\btorchrun\b")
+_OF_SEVERAL = Pattern(r"--local[_-]rank|\btorch\.distributed\.(?:run|launch)\b|\btorchrun\b")
 """Words in the command of a launcher that starts several ranks, or one of several."""
 
-_RAISED = re.compile(r"(?:\w{1,60}\.){0,9}\w{0,60}Error: ")
+_RAISED = Pattern(r"(?:\w{1,60}\.){0,9}\w{0,60}Error: ")
 _MORE_TIME_PASSED = "the same process wrote many lines after it"
 _THREAD_LEFT = "the process exited while a C++ thread still ran; no line with its prefix says why"
 _GOES_ON = "the words stand alone in a line, and the log goes on for long after it"

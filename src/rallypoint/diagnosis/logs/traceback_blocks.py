@@ -20,22 +20,23 @@ from rallypoint.diagnosis.logs.block import (
     goes_on,
     native,
 )
+from rallypoint.diagnosis.pattern import Pattern
 from rallypoint.diagnosis.raised import joined
 
 # lines after an exception's last line in which its message, or the next of a chain, may still come
 TAIL = 16
 DURING = "During handling of the above exception, another exception occurred:"
 BECAUSE = "The above exception was the direct cause of the following exception:"
-_DEEPER = re.compile(r'^( {3,40})File "[^"]*", line \d+')
-_TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
+_DEEPER = Pattern(r'^( {3,40})File "[^"]*", line \d+')
+_TYPED = Pattern(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
 
-_SURE = re.compile(
+_SURE = Pattern(
     r"(?:Error|Exception(?:Group)?|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
 )
 
-_RAISING = re.compile(r"raise (?P<type>[A-Z][\w.]*)\([rf]?[\"'](?P<message>[^{]*)")
-_RAY_TASK = re.compile(r"ray\.exceptions\.RayTaskError\(((?!Dist)\w+)\): ")
-_CARETS = re.compile(r"^[\s~^]+$")
+_RAISING = Pattern(r"raise (?P<type>[A-Z][\w.]*)\([rf]?[\"'](?P<message>[^{]*)")
+_RAY_TASK = Pattern(r"ray\.exceptions\.RayTaskError\(((?!Dist)\w+)\): ")
+_CARETS = Pattern(r"^[\s~^]+$")
 
 NOT_COMPILED = (
     "SyntaxError",
@@ -47,11 +48,11 @@ NOT_COMPILED = (
 # closed after a failure is no other way.
 _TRIED = ("ImportError", "ModuleNotFoundError")
 
-_CLOSING = re.compile(
+_CLOSING = Pattern(
     r"Process group cannot be None|Default process group (?:has not been|is not) initialized"
 )
 
-_SPAWNED = re.compile(
+_SPAWNED = Pattern(
     r"^(?:-- Process (?=\d+ terminated with the following error:)"
     r"|Process process (?=\d+:$)"  # torch's own tests
     # of torch.distributed.rpc: a worker's own print, or what its caller raises
@@ -60,8 +61,8 @@ _SPAWNED = re.compile(
 
 # torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them
 # raise: "ranks:dict_keys([0, 3])", and below it the traceback of each.
-_GATHERED = re.compile(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
-_OF_RANK = re.compile(r"\(RANK (\d+)\)$")
+_GATHERED = Pattern(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
+_OF_RANK = Pattern(r"\(RANK (\d+)\)$")
 
 
 def spawned(text: str) -> int:
@@ -358,7 +359,7 @@ class Traceback(Block):
         )
 
 
-_CALLS = re.compile(
+_CALLS = Pattern(
     r"torch/distributed/(?:distributed_c10d|rendezvous|utils)\.py$|torch/cuda/__init__\.py$|torch/nn/parallel/distributed\.py$"
 )
 
@@ -412,10 +413,10 @@ class GroupTraceback(Block):
     """
 
     # what stands before the word "Traceback" in its first line
-    HEAD = re.compile(r"\+ Exception Group $|^[ |]*\| (?:Exception Group )?$")
-    BAR = re.compile(r"^(?: *\|)+(?: |$)")
-    _MEMBER = re.compile(r"^[ |]*(?P<first>\+-)?\+-{16} (?:\d+|\.{3}) -{16}$")
-    _CLOSED = re.compile(r"^[ |]*\+-{36}$")
+    HEAD = Pattern(r"\+ Exception Group $|^[ |]*\| (?:Exception Group )?$")
+    BAR = Pattern(r"^(?: *\|)+(?: |$)")
+    _MEMBER = Pattern(r"^[ |]*(?P<first>\+-)?\+-{16} (?:\d+|\.{3}) -{16}$")
+    _CLOSED = Pattern(r"^[ |]*\+-{36}$")
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
