@@ -454,19 +454,15 @@ def test_ctrl_c_in_the_first_moments_is_quiet(tmp_path: Path, after: float) -> N
     assert "internal-error" not in result.err
 
 
-def test_a_restart_is_a_fresh_meeting(tmp_path: Path) -> None:
-    result = run_job(["-n", "3", "--max-restarts", "2", "again.py", "2"], state=tmp_path)
+def test_a_restart_is_a_fresh_meeting_and_leaves_nothing_in_the_template(tmp_path: Path) -> None:
+    result = run_job(["-n", "3", "--max-restarts", "3", "again.py", "3"], state=tmp_path)
     assert result.rc == 0, result.everything
-    assert [result.out.count(f"attempt {n} of 2 sums 3") for n in range(3)] == [3, 3, 3]
+    assert [result.out.count(f"attempt {n} of 3 sums 3") for n in range(4)] == [3, 3, 3, 3]
     ports = [e["details"]["port"] for e in result.events if e["what"] == "port-held"]
-    assert len(ports) == 3
-    assert result.err.count("error[rank-exited]: rank 0 exited with code 3") == 2
-    assert "rallypoint: restarting all 3 ranks, attempt 2 of 2" in result.err
-
-
-def test_restarts_leave_nothing_in_the_template(tmp_path: Path) -> None:
-    result = run_job(["-n", "2", "--max-restarts", "3", "children.py"], state=tmp_path)
-    assert result.rc == 0, result.everything
+    assert len(ports) == 4
+    assert result.codes == ["rank-exited"] * 3, result.everything
+    assert result.err.count("error[rank-exited]: rank 0 exited with code 3") == 3
+    assert "rallypoint: restarting all 3 ranks, attempt 3 of 3" in result.err
     said_by_attempt = [line for line in result.of(0) if line.startswith("template has")]
     assert len(said_by_attempt) == 4
     assert len(set(said_by_attempt)) == 1, said_by_attempt

@@ -569,15 +569,7 @@ def test_ten_ranks_write_whole_lines(run: Run, write: Write) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_group_meets_again_in_every_attempt(run: Run) -> None:
-    result = run("-n", "2", "--max-restarts", "2", "restarts.py")
-    assert result.rc == 0, result.everything
-    for rank in range(2):
-        assert result.of(rank) == [f"attempt {n} of 2: 2" for n in range(3)], result.everything
-    assert result.codes == ["rank-exited", "rank-exited"], result.everything
-    assert "rallypoint: restarting both ranks, attempt 2 of 2" in result.err
-
-
+# That a group meets again in every attempt, test_supervision.py shows.
 COUNTS = """\
 import os, sys
 import rallypoint
