@@ -337,6 +337,26 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
     assert report.help[0].command == f"rallypoint show {folder}"
 
 
+@pytest.mark.parametrize("bar", ["", "  | "])
+def test_the_report_in_what_launch_raises_is_the_report(bar: str) -> None:
+    """It was told as two causes: the exception of `launch`, and the one in its traceback."""
+    (report,) = _told(
+        f"{'  + Exception Group ' if bar else ''}Traceback (most recent call last):\n"
+        f'{bar}  File "/srv/main.py", line 9, in <module>\n'
+        f"{bar}    rallypoint.launch(train, nproc=2)\n"
+        f"{bar}rallypoint.errors.WorkerError: error[rank-raised]: rank 1 raised ApiError: 503\n\n"
+        "  where  main.py:7 in train, pid 6642\n\n  rank 1 said:\n"
+        "    | Traceback (most recent call last):\n"
+        '    |   File "/srv/main.py", line 7, in train\n    | ApiError: 503\n\n'
+        "  logs   /state/runs/a1/rank1.log:1\n  more   rallypoint explain rank-raised\n"
+        '  +-+---------------- 1 ----------------\n    | rallypoint.errors.RemoteTraceback: \n"""\n'
+        "Traceback (most recent call last):\n"
+        '  File "/srv/main.py", line 7, in train\n    raise ApiError(503)\nApiError: 503"""\n'
+    )
+    assert report.headline == "rank 1 raised ApiError: 503"
+    assert report.help[0].command == "rallypoint show /state/runs/a1"
+
+
 def test_what_a_loaders_process_cannot_get_is_no_work_of_a_rank() -> None:
     """The advice for a lambda as `collate_fn` was to start ranks by `rallypoint.launch`."""
     (report,) = _told(

@@ -22,10 +22,8 @@ from rallypoint.diagnosis.error_patterns.known_line import KnownLine, line
 from rallypoint.diagnosis.log_events import Collective, End, Sign
 from rallypoint.diagnosis.pattern import Pattern
 
-REPORTED = (
-    r"^(?:error|stopped|warning(?=\[job-))\[([a-z]+(?:-[a-z]+)+|interrupted|usage)\]: (\S.*)$"
-)
-"""The headline of a report of rallypoint's own."""
+REPORTED = r"^(?:[ |]*rallypoint\.errors\.\w+: )?(?:error|stopped|warning(?=\[job-))\[([a-z]+(?:-[a-z]+)+|interrupted|usage)\]: (\S.*)$"
+"""The headline of a report of rallypoint's own, also as the message of what `launch` raises."""
 
 FOLDER = Pattern(
     r"^  logs (?=.*/rank\d+\.log:\d+$|(?!.*:\d+$)) *(/\S.*?)(?:/rank\d+\.log(?::\d+)?)?$"
