@@ -439,7 +439,7 @@ def test_a_process_of_a_rank_that_has_failed_stands_beside_the_rank(
         wait_for(
             lambda: (
                 (found := ask(tmp_path)) is not None
-                and found.ranks[0].lost.endswith(" ended with exit code 3")
+                and any(one.lost.endswith(" ended with exit code 3") for one in found.ranks)
             ),
             lambda: f"{ask(tmp_path)}",
         )
