@@ -75,6 +75,18 @@ def test_a_call_of_torchs_that_the_launcher_wraps_is_torchs() -> None:
     assert stacks.place(frames) == expected
 
 
+def test_a_call_whose_decorator_is_a_function_of_its_library_is_named() -> None:
+    """It was told as "(torch inner_func)"."""
+    folder = "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint"
+    frames = (
+        Frame("/srv/train.py", 13, "<module>", "dcp.load(state)"),
+        Frame(f"{folder}/logger.py", 87, "wrapper"),
+        Frame(f"{folder}/utils.py", 483, "inner_func"),
+        Frame(f"{folder}/state_dict_loader.py", 172, "load"),
+    )
+    assert stacks.place(frames, "/srv/") == "train.py:13 in <module> (torch load)"
+
+
 def test_a_function_that_was_typed_behind_c_is_a_place() -> None:
     """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`, and
     dataclasses write functions there, too.
