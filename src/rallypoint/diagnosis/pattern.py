@@ -11,8 +11,8 @@ from typing import Any
 class Pattern:
     """Regular expression of a table, with the methods of `re.Pattern` that readers need.
 
-    The tables hold 300 of them. Compiling all takes 0.1 s of processor time, a third of what it
-    takes to start a launcher, and a job that ends well needs a few.
+    A launcher makes 277 of them. Compiling all takes 0.07 s of processor time, an eighth of what a
+    small job takes. A job that ends well needs none of them, and one that raises needs 70.
     """
 
     def __init__(self, pattern: str, flags: int = 0) -> None:
