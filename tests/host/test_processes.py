@@ -180,6 +180,15 @@ def test_members_of_a_group_without_its_leader() -> None:
         os.close(pidfd)
 
 
+def test_a_process_that_has_no_group_of_its_own_yet_is_signalled_itself() -> None:
+    """A stop in the moment after the fork was lost: the rank ran until its grace was over."""
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        was_sent = processes.send_group(child.pid, signal.SIGTERM)
+        child.kill()
+    assert was_sent
+    assert not processes.send_group(child.pid, signal.SIGTERM)
+
+
 def test_a_wait_for_ends_has_an_end(child: subprocess.Popen[bytes]) -> None:
     pidfd = os.pidfd_open(child.pid)
     assert not processes.wait_for_ends([pidfd], 0.01)

@@ -252,17 +252,19 @@ def send(pidfd: int, number: int) -> bool:
 
 def send_group(leader: int, number: int) -> bool:
     """Signal the group of a process that we started and that is not reaped (so that the number is
-    still its own).
+    still its own); the process alone where it has not made its group yet. False when it is gone.
 
     ValueError for a number that is no process of ours: 0 would be our own group, and our caller's.
     """
     if leader <= 1:
         raise ValueError(f"{leader} leads no group of ours")
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        return False
-    return True
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(leader, number)
+        except ProcessLookupError:
+            continue
+        return True
+    return False
 
 
 def group_members(leader: int) -> list[ProcessStatus]:
