@@ -257,7 +257,7 @@ class LeadRunner:
 
     def _run(self) -> None:
         is_leaving = False  # this node's agent
-        looked = self._clock.monotonic()
+        self._looked = self._clock.monotonic()
         while not (is_leaving and self._is_done()):
             due = min(self._joining.due, self._lead.due if self._lead is not None else math.inf)
             wait = max(0.0, min(NAP, due - self._clock.monotonic()))
@@ -265,16 +265,15 @@ class LeadRunner:
                 event = self._inbox.get(timeout=wait)
             except queue.Empty:
                 event = joining.Tick()
-            before, looked = looked, self._clock.monotonic()
-            if looked - before > self._nodes.timeout and self._is_running():
+            before, self._looked = self._looked, self._clock.monotonic()
+            if self._looked - before > self._nodes.timeout and self._is_running():
                 # Their ends, which it sees now, are because of it.
-                self._failed(StoodStill(looked - before))
+                self._failed(StoodStill(self._looked - before))
                 return
             if event is None:
                 is_leaving = True
             else:
                 self._handle(event)
-                looked = self._clock.monotonic()  # to judge a thousand ranks takes a second or two
 
     def _is_over(self) -> bool:
         return self._lead is not None and self._lead.state is lead.Phase.OVER
@@ -356,6 +355,7 @@ class LeadRunner:
                 self._seat(self._joining.seats(attempt, self._hold_again(attempt)))
             case lead.Diagnose():
                 self._inbox.put(self._diagnosed(decision))
+                self._looked = self._clock.monotonic()  # a thousand ranks take a second or two
 
     def _seat(self, seats: Mapping[str, Seat]) -> None:
         for id, seat in seats.items():
