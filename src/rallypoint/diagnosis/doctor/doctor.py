@@ -215,9 +215,8 @@ def _end(pid: int) -> tuple[int, int] | None:
     kernel does not let it go."""
     try:
         pidfd = system_calls.pidfd_open(pid)
-        for kill in (os.killpg, os.kill):  # the group exists when the child has come that far
-            with suppress(ProcessLookupError, PermissionError):
-                kill(pid, signal.SIGKILL)
+        with suppress(PermissionError):
+            processes.send_group(pid, signal.SIGKILL)
         return processes.reap(pid, pidfd, KILLED)
     except (ProcessLookupError, ChildProcessError):  # the kernel reaps where SIGCHLD is ignored
         return None
