@@ -4127,6 +4127,19 @@ def test_texts_of_a_report_are_found_once_and_not_for_each_rank(
     assert asked < 50
 
 
+@pytest.mark.parametrize(("finished", "code"), [(4.8, "rank-left-early"), (9.8, "cause-unknown")])
+def test_a_rank_that_ran_on_after_the_loss_is_not_its_reason(finished: float, code: str) -> None:
+    """One that lost its peer at 5 s and saved its state until 20 s blamed who ended well at 10 s."""
+    error = raised("RuntimeError", CLOSED, ALL_REDUCE, at=5.0, call="all_reduce")
+    [report] = diagnose(
+        job(
+            rank(0, 0, order=0, at=10.0, phase="done", phase_at=finished),
+            rank(1, 1, order=1, at=20.0, raised=error),
+        )
+    )
+    assert report.code == code
+
+
 def test_a_rank_that_left_early_by_sys_exit_is_told_with_its_line() -> None:
     left = rank(0, 0, at=1.0, phase="finishing", exit_line="train.py:4 in main")
     [report] = diagnose(job(left, lost(1)))

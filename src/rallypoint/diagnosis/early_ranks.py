@@ -28,8 +28,11 @@ def left_before(verdicts: list[Verdict], hurt: list[Verdict], slack: float) -> l
         first.rank.phase != "joining" or first.kind is Kind.LOST
     )
     done = [(v, _had_done(v, closing=in_it)) for v in verdicts]
+    until = moment(first) + HEARD_LATE + slack
+    if first.kind is Kind.LOST:  # one that ran on after the loss is not its reason
+        ended -= {v.rank.rank for v, at in done if at > until}
     before = [v for v, at in done if v.rank.rank in ended or 0 < at <= moment(first)]
-    return before or [v for v, at in done if 0 < at <= moment(first) + HEARD_LATE + slack]
+    return before or [v for v, at in done if 0 < at <= until]
 
 
 def _had_done(verdict: Verdict, *, closing: bool) -> float:
