@@ -15,6 +15,8 @@ import pytest
 from tests.nodes.jobs import TELL
 from tests.nodes.netns import Cluster, command_line, wait_until
 
+from rallypoint.host.process_status import status
+
 from ..python_path import WITHOUT_TORCH, python_path
 from . import slurm_ground
 from .slurm_ground import Job, Slurm
@@ -162,8 +164,10 @@ def test_a_launcher_that_is_killed_ends_the_job_with_75(slurm: Slurm, tmp_path: 
     job = submit(slurm, tmp_path, f"{RUN} train.py; echo status $?", STAYS)
     job.wait_for(r"\] up", 2)
     node = slurm.nodes[1]
-    launcher = next(pid for pid in node.processes() if "rallypoint run" in command_line(pid))
-    node.signal(signal.SIGKILL, [launcher])
+    found = [status(pid) for pid in node.processes() if "rallypoint run" in command_line(pid)]
+    # The oldest: its guard, a fork of it, has the same command line.
+    launcher = min((one for one in found if one is not None), key=lambda one: one.started)
+    node.signal(signal.SIGKILL, [launcher.pid])
     output = job.wait()
     assert "error[node-lost]: node 1 (node2, rank 1) was lost" in output
     assert "status 75" in output
