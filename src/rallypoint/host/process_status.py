@@ -62,7 +62,7 @@ class ProcessStatus(NamedTuple):
 def status(pid: int | str) -> ProcessStatus | None:
     """Return the process's status, or None when there is none."""
     try:
-        with open(f"{_PROC}/{pid}/stat", "rb") as file:
+        with open(f"{_PROC}/{pid}/stat", "rb", buffering=0) as file:  # of thousands, several times
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -109,7 +109,7 @@ def kernel_wait(pid: int) -> str:
 def _content(name: str) -> bytes:
     """Return the content of a file below /proc, b"" when it cannot be read."""
     try:
-        with open(f"{_PROC}/{name}", "rb") as file:
+        with open(f"{_PROC}/{name}", "rb", buffering=0) as file:
             return file.read()
     except OSError:
         return b""

@@ -155,7 +155,8 @@ def family(
     marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()
 ) -> list[ProcessStatus]:
     """Return every living process that belongs to a job: in a session that one of its ranks leads,
-    started with its marker, or a descendant of `ancestor` (which is left out itself).
+    started with its marker after this process, or a descendant of `ancestor` (which is left out
+    itself).
 
     The marker finds what a rank moved into a session of its own (setsid, a daemon). Beneath a
     subreaper that has started nothing but the job, `ancestor` finds what was started with an empty
@@ -164,13 +165,15 @@ def family(
     """
     ours, left_out = set(sessions), {os.getpid(), ancestor, *spare}
     everyone = {one.pid: one for one in process_status.everyone()}
-    found = []
+    this, found = everyone.get(os.getpid()), []
+    # To read the environment of every process of a machine takes as long as all the rest.
+    since = this.started if this is not None else 0
     for one in everyone.values():
         if one.pid in left_out or one.state in "ZX":
             continue
         if (
             one.session in ours
-            or (marker and process_status.has_marker(one.pid, marker))
+            or (marker and one.started >= since and process_status.has_marker(one.pid, marker))
             or (ancestor and _descends(one, ancestor, everyone))
         ):
             found.append(one)
