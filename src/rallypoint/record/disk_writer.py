@@ -21,6 +21,10 @@ _WAIT_SLICE = 0.25
 """Seconds of one look whether a disk has moved. When this process is stopped (Ctrl-Z), so is the
 thread that writes: no more than one such look counts as time in which the disk gave no answer."""
 
+LINGER = 1.0
+"""Seconds for which the thread of a job waits for more to write: starting one for each line would
+cost more than to write it."""
+
 
 class DiskWriter:
     """Thread that does what it is given, one after the other.

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.host.threads import OwnThread
-from rallypoint.record.disk_writer import Backlog
+from rallypoint.record.disk_writer import LINGER, Backlog
 from rallypoint.record.kept_file import KeptFile, Trouble
 from rallypoint.record.line_splitter import Interruptions, LineSplitter, Piece
 from rallypoint.record.screen import Screen, Sink, plain
@@ -51,10 +51,6 @@ takes it. More holds the ranks."""
 DISK_PATIENCE = 5.0
 """Seconds in which a disk that has something to write must have written some of it. A busy one
 needs tenths; meanwhile ranks that print much wait, and nobody else."""
-
-DISK_LINGER = 1.0
-"""Seconds for which the thread that writes waits for the next lines: starting one for each would
-cost more than to write them."""
 
 READER_LOOK = 0.25
 """Seconds between two looks whether somebody wants us to leave while the reader of our terminal
@@ -200,9 +196,7 @@ class LogPump:
         self._lock = (
             threading.Lock()
         )  # of tails and line counts, and of the state once the thread is gone
-        self._disk = Backlog(
-            self._clock, BACKLOG_BYTES, DISK_PATIENCE, DISK_LINGER, self._give_up_files
-        )
+        self._disk = Backlog(self._clock, BACKLOG_BYTES, DISK_PATIENCE, LINGER, self._give_up_files)
         self._torchruns: list[KeptFile] = []
         self._logs: dict[int, _RankLog] = {}  # by rank, also those of earlier attempts
         self._teed: list[_Stream] = []  # of this attempt, ended ones too: a note may come later

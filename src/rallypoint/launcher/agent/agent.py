@@ -222,7 +222,7 @@ class Agent:
         from rallypoint.launcher.agent.template_messages import TemplateMessages
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
         from rallypoint.launcher.job_diagnosis import Diagnosis
-        from rallypoint.record.disk_writer import DiskWriter
+        from rallypoint.record.disk_writer import LINGER, DiskWriter
         from rallypoint.record.torchrun_files import TorchrunFiles
 
         request, clock = self.request, Clock()
@@ -236,7 +236,7 @@ class Agent:
         logs, files = plan.logs.log_dir, None
         if logs:  # before the run folder, in which a run that did not begin looks like one killed
             files = TorchrunFiles(logs, plan.run_id or plan.job, plan.slots)
-        folder, writer = open_folder(plan), DiskWriter()
+        folder, writer = open_folder(plan), DiskWriter(LINGER)
         outputs = request.outputs if request is not None else (1, 2)
         console = Console(plan, seat, folder.path, outputs)
         streams = RankStreams(plan, folder, console, files)

@@ -128,7 +128,7 @@ class RankEndings:
         handle = self._job.rank(action.rank)
         if handle is None or not handle.pid:  # it was never started
             return
-        members = processes.group_members(handle.pid)
+        members = processes.group_members(handle.pid) if self._has_left() else []
         if members and not action.kill:
             self._leftovers.found(handle)
             return
@@ -139,6 +139,16 @@ class RankEndings:
         self.reap(handle)
 
     # --- what is left
+
+    def _has_left(self) -> bool:
+        """Tell whether ended ranks may have left processes: these come to the template, which has
+        no other children than ranks and the c10d host. To look at every process of a machine takes
+        long.
+        """
+        job, host = self._job, self._job.attempt.host
+        ours = {one.pid for one in job.ranks} | ({host.pid} if host else set())
+        template = job.template
+        return template.pidfd < 0 or not ours.issuperset(process_status.children(template.pid))
 
     def end_leftovers(self, hurries: Mapping[int, Callable[[], bool]] | None) -> None:
         """End what the ranks, which have all ended, left running. `hurries`: what ends the grace;
@@ -161,6 +171,8 @@ class RankEndings:
         processes that did not end.
         """
         job, host = self._job, self._job.attempt.host
+        if not also_helpers and not self._has_left() and not any(one.alive for one in job.ranks):
+            return []
         spared = [job.helpers.guard.pid]
         if not also_helpers:
             spared += [job.template.pid, *([host.pid] if host else [])]

@@ -264,6 +264,7 @@ class Reporter:
         self._console.close(interrupted=interrupted)
         self._writer.submit(self._events.close)
         self._writer.submit(self._folder.close)
+        self._writer.end()
         if not self._writer.finish(DISK_TIMEOUT):
             say_directly(
                 f"rallypoint: the disk of {self.run_dir} gave no answer within {DISK_TIMEOUT:g} s: the record of this run is not whole"
