@@ -46,11 +46,11 @@ def program(tmp_path: Path) -> Path:
 
 
 class Job:
-    """A running job of two ranks that are up."""
+    """A running job of two ranks that are up, or half of one of two nodes."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, ranks: int = 2) -> None:
         self.process = subprocess.Popen(
-            [*RUN, "-n", "2", *words],
+            [*RUN, "-n", str(ranks), *words],
             env=os.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ class Job:
         )
         self.said = ""
         assert self.process.stdout is not None
-        while self.said.count("is up") < 2:
+        while ranks == 2 and self.said.count("is up") < 2:
             line = self.process.stdout.readline()
             assert line, (self.said, self.process.communicate(timeout=60))  # nothing stays open
             self.said += line
@@ -134,6 +134,30 @@ def test_a_job_is_stopped_in_good_order(
     if not elsewhere:
         assert cli.main(["stop", name]) == 2
         assert "is over" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own folder", "folder of runs"])
+@pytest.mark.usefixtures("without_torch")
+def test_the_folder_of_a_job_of_two_nodes_names_it(
+    state: Path, program: Path, jobs: list[Job], own: bool, tmp_path: Path
+) -> None:
+    """The folder that was given was told as one of a job that is over, and the job went on."""
+    secret, port = tmp_path / "secret", ports.hold_port(0, "127.0.0.1", (20000, 28999))
+    secret.write_text("a secret of a test, long enough")
+    secret.chmod(0o600)
+    port.release()
+    place = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port.port}"]
+    for rank in range(2):
+        folder = ["--run-dir", str(tmp_path / f"own{rank}")] if own else []
+        words = [*place, "--secret-file", str(secret), "--node-rank", str(rank), *folder]
+        jobs.append(Job(*words, str(program), ranks=1))
+    for job in jobs:
+        assert job.process.stdout is not None
+        while "is up" not in job.said:
+            job.said += job.process.stdout.readline() or pytest.fail(job.said)
+    named = tmp_path / "own1" if own else (state / "latest").resolve().parent
+    assert cli.main(["stop", str(named)]) == 0
+    assert [job.end() for job in jobs] == [143, 143]
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -50,10 +50,12 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
     # Where nodes share a home, those of other machines are seen, too.
     running = sorted(run_list.running_runs(root), key=lambda run: _is_elsewhere(run.path))
     word = words[0] if words else ""
+    folder = os.path.realpath(word) if word else ""
     # A job whose folder is elsewhere is called by that, and has a name as well: RALLYPOINT_JOB
     # of its ranks, and in port-in-use.
     for run in running:
-        if not word or word in (run.job, past_run.read(run.path).plan.job):
+        known = run.job, past_run.read(run.path).plan.job
+        if not word or word in known or folder == os.path.realpath(run_list.job_folder(run.path)):
             others = (one.job for one in running[1:] if not _is_of_job(one.path, run.path))
             return run.path, () if word else tuple(others)
     if not word or not os.path.isdir(word):

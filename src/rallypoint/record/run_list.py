@@ -63,10 +63,15 @@ class PastRun(NamedTuple):
     running: bool
 
 
+def job_folder(path: str) -> str:
+    """Return the folder of the job of a run folder: of one of several nodes the one above it."""
+    above, name = os.path.split(path)
+    return above if NODE.fullmatch(name) else path
+
+
 def root_of(path: str) -> str:
     """Return the folder of runs in which this run folder is."""
-    above, name = os.path.split(path)
-    return os.path.dirname(above) if NODE.fullmatch(name) else above
+    return os.path.dirname(job_folder(path))
 
 
 def name_of(path: str) -> str:
