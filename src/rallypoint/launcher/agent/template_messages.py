@@ -96,7 +96,9 @@ class TemplateMessages:
         """Name the module that is imported now, when that takes long."""
         line = f"rallypoint: the template has been importing {module} for {IMPORT_PATIENCE:g} s; no rank starts before it is done"
         self._job.loop.at(
-            "import", self._job.loop.now + IMPORT_PATIENCE, lambda now: self._job.console.say(line)
+            "import",
+            self._job.loop.now + IMPORT_PATIENCE,
+            lambda now: self._job.console.remark(line),
         )
 
     def _on_ready(self, message: Ready) -> None:
