@@ -295,7 +295,8 @@ def _waited_alone(scene: Scene) -> Report | None:
     if not scene.waited:
         return None
     waited, error = [v for v, _ in scene.waited], scene.waited[0][1]
-    absent, since = _absent(scene), late_ranks.gave_up(scene.waited)
+    met = all(v.rank.phase != "joining" for v in waited)  # one that still joins has not come
+    absent, since = _absent(scene, joining=met), late_ranks.gave_up(scene.waited)
     # A rank that gives up closes its connections: the others lose it then.
     only = all(v.kind is Kind.WAITED or moment(v) >= since > 0 for v in scene.hurt)
     own = all(not one.call for _, one in scene.waited)
@@ -389,7 +390,9 @@ def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame
             frames = verdict.error.frames
         inside, own = stacks.collective(frames), stacks.own_frame(frames)
         call = inside[0] if inside else stacks.waited_in(frames) if kind in HURT else ""
-        if not call or own is None or stacks.library(own):
+        # One that still joins has come to no collective: it cannot reach all others.
+        joins = call == "init_process_group" and kind not in HURT
+        if not call or own is None or joins or stacks.library(own):
             return {}
         found[rank.rank] = call, own
     return found if len({name for name, _ in found.values()}) > 1 else {}

@@ -56,12 +56,15 @@ def missing(
         helps = [Help(broken, "concurrent.futures.ProcessPoolExecutor()")]
     came = "did not come in time" if late else "never came"
     came = "came too late" if late.keys() >= by_rank.keys() else came
+    still = "elsewhere when the others' time was up"
+    if waiters[0].phase != "joining" and all(rank.phase == "joining" for rank in case.ranks):
+        still = "in init_process_group, which a rank leaves when it has reached all others"
     return account(
         case,
         "ranks-missing",
         f"{ranks_phrase(rank.rank for rank in waiters)} waited in {call} until the timeout; {case.subject} {came}",
         where=located(place, by_rank[first]),
-        why=f"{case.subject} {was(case.ranks)} still elsewhere when the others' time was up",
+        why=f"{case.subject} {was(case.ranks)} still {still}",
         evidence=(
             *(listed(lines) if len(lines) > 1 else ()),
             *(f"rank {rank} came {s:.2f} s after the timeout" for rank, s in late.items()),
@@ -302,9 +305,7 @@ def came_short(case: Case, error: Raised) -> Report:
 
 
 def stalled(stall: Sighting) -> Report:
-    """Tell what Horovod lists: the calls that some ranks are in; whom it waits for it says in newer
-    versions only.
-    """
+    """Tell of the calls that Horovod lists. Newer versions name the ranks that are missing."""
     call = stall.collective.kind if stall.collective is not None else ""
     named = any("[missing ranks" in line for line in stall.lines)
     whom = ranks_phrase(stall.ranks) if stall.ranks else "some ranks"
