@@ -72,8 +72,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
-def test_help_of_a_command_by_the_option_in_front(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help", "serve"]) == cli.main(["serve", "--help"]) == 0
+@pytest.mark.parametrize("word", ["--help", "help"])
+def test_help_of_a_command_by_a_word_in_front(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert cli.main([word, "serve"]) == cli.main(["serve", "--help"]) == 0
     first, second = capsys.readouterr().out.split("usage: ")[1:]
     assert first == second
     assert first.startswith("rallypoint serve")
@@ -195,11 +198,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--json"], "error[option-unknown]: rallypoint has no option --json", "rallypoint --help"),
         ([""], "error[usage]: rallypoint has no command ''", "rallypoint --help"),
-        (
-            ["help", "run"],
-            "error[usage]: rallypoint has no command help; the nearest is --help",
-            "rallypoint --help run",
-        ),
         (
             ["version"],
             "error[usage]: rallypoint has no command version; the nearest is --version",

@@ -67,6 +67,8 @@ from rallypoint.record import kept_plan
             "",
         ),
         ({"nodes": {"count": 2, "secret_file": "key", "by_cluster": True}}, "--secret-file key "),
+        ({"logs": {"prefix": "${rank}> "}}, "--log-line-prefix-template '${rank}> ' "),
+        ({"logs": {"prefix": ""}}, "--log-line-prefix-template '' "),
     ],
 )
 def test_the_command_starts_the_same_job_again(options: dict[str, object], words: str) -> None:

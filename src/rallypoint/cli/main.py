@@ -44,7 +44,7 @@ def dispatch(words: list[str]) -> int:
         write_err(help_text())
         return exits.USAGE
     name, rest = words[0], words[1:]
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "help"):
         if rest[:1] and rest[0] in COMMANDS:
             return dispatch([rest[0], "--help"])
         write_out(help_text())

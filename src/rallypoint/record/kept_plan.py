@@ -21,6 +21,7 @@ class _Program(msgspec.Struct, frozen=True):
 class _Logs(msgspec.Struct, frozen=True):
     redirects: tuple[int, ...] = ()
     tee: tuple[int, ...] = ()
+    prefix: str | None = None
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -133,6 +134,8 @@ def command(plan: KeptPlan) -> str:
     }
     for name, value in asked.items():
         words += [name, str(value)] if value != "" else []
+    if plan.logs.prefix is not None:
+        words += ["--log-line-prefix-template", plan.logs.prefix]
     words += {"module": ["-m"], "command": ["--no-python"]}.get(plan.program.kind, [])
     return shlex.join([*words, plan.program.target, *plan.program.args])
 
