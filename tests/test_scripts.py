@@ -54,9 +54,9 @@ for word in sys.argv[1:]:
 
 
 class Checkout:
-    """A folder with our scripts, and a .venv whose pip is fake."""
+    """A folder with our scripts, and a .venv whose pip is fake. `venv`: a new one, to be copied."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, venv: Path) -> None:
         self.root = root
         self._calls = folder / "calls"
         self.gate = folder / "gate"
@@ -68,9 +68,7 @@ class Checkout:
             '[project.optional-dependencies]\ndemo = ["scikit-learn"]\ndev = ["pytest"]\n'
         )
         (root / "constraints.txt").write_text("# pins\ntorch==2.13.0\nlightning==2.6.6\n")
-        subprocess.run(
-            [sys.executable, "-I", "-m", "venv", "--without-pip", root / ".venv"], check=True
-        )
+        shutil.copytree(venv, root / ".venv", symlinks=True)
         (self.site / "pip").mkdir()
         (self.site / "pip" / "__init__.py").touch()
         (self.site / "pip" / "__main__.py").write_text(
@@ -128,11 +126,19 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture(scope="module")
+def new_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .venv without pip: making one takes several times as long as copying it."""
+    made = tmp_path_factory.mktemp("new") / ".venv"
+    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", made], check=True)
+    return made
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Iterator[Checkout]:
+def checkout(tmp_path: Path, new_venv: Path) -> Iterator[Checkout]:
     root = tmp_path / "a folder"
     root.mkdir()
-    made = Checkout(root, tmp_path)
+    made = Checkout(root, tmp_path, new_venv)
     yield made
     made.open_gate()
 

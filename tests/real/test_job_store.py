@@ -254,18 +254,27 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(
 
 
 USES = """\
-import json, os, torch, rallypoint
-class Samples(torch.utils.data.Dataset):
-    def __len__(self): return 3
-    def __getitem__(self, index):
-        rallypoint.connect().add('samples')
-        return index
+import json, multiprocessing, os, sys, rallypoint
+def sample(index):
+    rallypoint.connect().add('samples')
+    return index
+if sys.argv[1:] == ['torch']:
+    import torch
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self): return 3
+        def __getitem__(self, index): return sample(index)
+    weights = torch.arange(100_000, dtype=torch.bfloat16).reshape(1000, 100).t()
+    equal = torch.equal
+    def samples(): return torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context='fork')
+else:
+    weights, equal = list(range(1000)), list.__eq__
+    def samples():
+        with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(sample, range(3))
 if __name__ == '__main__':
     store = rallypoint.connect()
     rank = int(os.environ['RANK'])
-    weights = torch.arange(100_000, dtype=torch.bfloat16).reshape(1000, 100).t()
     if rank == 0: store['weights'] = weights
-    same = torch.equal(store.wait('weights', timeout=30), weights)
+    same = equal(store.wait('weights', timeout=30), weights)
     store.add('ranks')
     child = os.fork()
     if child == 0:
@@ -273,23 +282,23 @@ if __name__ == '__main__':
         rallypoint.connect().add('forks')
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    samples = len(list(torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context='fork')))
+    count = len(list(samples()))
     store.set(f'done/{rank}', str(store.identity))
     who = [store.wait(f'done/{other}', timeout=30) for other in range(int(os.environ['WORLD_SIZE']))]
-    print(json.dumps({'same': same, 'status': status, 'samples': samples, 'who': who, 'pid': os.getpid(),
+    print(json.dumps({'same': same, 'status': status, 'samples': count, 'who': who, 'pid': os.getpid(),
         'sums': [store[name] for name in ('ranks', 'forks', 'samples')]}))
 """
 
 
+# In each new interpreter, which would import torch, a pool of processes stands for a DataLoader's.
 @pytest.mark.parametrize(
-    ("way", "count"),
-    [("--plain", 4), ("--fresh", 2)],  # each new interpreter imports torch
+    ("way", "count", "kind"), [("--plain", 4, "torch"), ("--fresh", 2, "pool")]
 )
 def test_ranks_their_children_and_their_data_loaders_use_one_store(
-    run: Run, write: Write, places: Path, way: str, count: int
+    run: Run, write: Write, places: Path, way: str, count: int, kind: str
 ) -> None:
     program = write("train.py", USES)
-    result = run("-n", str(count), way, program, env={"XDG_RUNTIME_DIR": str(places)})
+    result = run("-n", str(count), way, program, kind, env={"XDG_RUNTIME_DIR": str(places)})
     one_store_was_used(result, count)
     assert [event["what"] for event in result.events].count("store-serves") == 1
 
@@ -297,7 +306,7 @@ def test_ranks_their_children_and_their_data_loaders_use_one_store(
 def test_forked_ranks_their_children_and_their_data_loaders_use_one_store(
     run_warm: RunWarm, write: Write, tmp_path: Path
 ) -> None:
-    result = run_warm(write("train.py", USES), nproc=4, run_dir=str(tmp_path / "run"))
+    result = run_warm(write("train.py", USES), "torch", nproc=4, run_dir=str(tmp_path / "run"))
     one_store_was_used(result, 4)
     assert (tmp_path / "run" / "events.jsonl").read_text().count('"store-serves"') == 1
 
@@ -437,14 +446,14 @@ def test_a_daemon_thread_that_waits_in_the_store_is_silent_at_the_end_of_its_ran
     program = write(
         "train.py",
         """
-import threading
+import threading, time
 import rallypoint
 
 store = rallypoint.connect()
 threading.Thread(target=store.wait, args=("stop-requested",), daemon=True).start()
 threading.Thread(target=lambda: list(store.watch("cfg/")), daemon=True).start()
 while store.status()["waiting"] < 2:
-    pass
+    time.sleep(0.01)
 store.barrier("both wait", 2)
 print("done")
 """,

@@ -8,7 +8,7 @@ in the last line of the traceback. A program that calls `rallypoint doctor` has 
 the check.
 
 Ranks that are started without any option but their number are forked from a warm template in place
-of the command, and plain programs that need torch are run in one process: torch would be imported
+of the command, and plain programs are run in one process: torch, or rallypoint, would be imported
 for each page.
 """
 
@@ -98,15 +98,13 @@ def test_the_script_of_a_page_produces_its_code(
         run_warm: RunWarm = request.getfixturevalue("run_warm")
         result = run_warm(tmp_path / "script.py", nproc=int(plain[1]))
         status, told = result.rc, result.out + result.err
-    elif not any(word in text for word in _NEEDS_TORCH):
-        request.getfixturevalue("without_torch")
-        status, told = _run(code, tmp_path)
     elif PAGES[code] == "python script.py" and not re.search(r"import subprocess|os\.exec", text):
         one_process: OneProcess = request.getfixturevalue("one_process")
         done = one_process.run(tmp_path / "script.py")
         status, told = done.returncode, done.stdout + done.stderr
     else:
-        request.getfixturevalue("torch_in_parts")
+        needs_torch = any(word in text for word in _NEEDS_TORCH)
+        request.getfixturevalue("torch_in_parts" if needs_torch else "without_torch")
         status, told = _run(code, tmp_path)
     label = CATALOGUE[code].label
     if _starts_ranks(code):
