@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,19 +235,23 @@ def test_the_killed_rank_is_the_cause_whatever_its_peers_do(run_warm: RunWarm, a
 
 
 def interrupted(
-    tmp_path: Path, manner: str, *numbers: int, options: tuple[str, ...] = ()
+    tmp_path: Path, *manner: str, numbers: Sequence[int], options: tuple[str, ...] = ()
 ) -> Result:
+    """Run scripts/stopping.py, and send the launcher these signals when all of its ranks wait."""
+
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "joins", 2)
         said(tmp_path, process, "rank 0 sleeps")
         wait_for(
             lambda: (
-                sum(e.get("details", {}).get("phase") == "joining" for e in events(tmp_path)) == 2
+                "sleep" in manner
+                or sum(e.get("details", {}).get("phase") == "joining" for e in events(tmp_path))
+                == 2
             ),
             "two ranks join",
             process,
         )
-        wait_for(standing_still(tmp_path, {1, 2}), "they wait inside torch", process)
+        wait_for(standing_still(tmp_path, {1, 2}), "they wait", process)
         for number in numbers:
             time.sleep(2 * ONE_SIGNAL)  # not to synchronise: what comes sooner is no other signal
             process.send_signal(number)
@@ -257,22 +261,22 @@ def interrupted(
                 process,
             )
 
-    return run_job(["-n", "3", *options, "stopping.py", manner], state=tmp_path, act=act)
+    return run_job(["-n", "3", *options, "stopping.py", *manner], state=tmp_path, act=act)
 
 
 def test_ctrl_c_tells_where_every_rank_was_and_all_who_wait_for_a_missing_one_end_soon(
     tmp_path: Path,
 ) -> None:
     """Rank 0 is gone, and torch would wait for half an hour: no grace is waited for."""
-    result = interrupted(tmp_path, "plain", signal.SIGINT, options=("--grace", "80"))
+    result = interrupted(tmp_path, "plain", numbers=[signal.SIGINT], options=("--grace", "80"))
     assert result.rc == 130, result.everything
     assert not [e for e in result.events if e["what"] == "killed"]
     assert result.seconds < 60
     assert "stopped[interrupted]: the job was stopped by Ctrl-C" in result.err
-    assert re.search(r"- rank 0 +stopping.py:31 in <module>", result.err), result.everything
+    assert re.search(r"- rank 0 +stopping.py:30 in <module>", result.err), result.everything
     # One of the two may just have come from a deeper call: then they stand in two lines.
     assert re.search(
-        r"- ranks? [12](-2)? +stopping.py:33 in <module> \(torch init_process_group\)", result.err
+        r"- ranks? [12](-2)? +stopping.py:36 in <module> \(torch init_process_group\)", result.err
     ), result.everything
     assert "KeyboardInterrupt" not in result.err  # three tracebacks of it say nothing
     sent = [(e["rank"], e["details"]["signal"]) for e in result.events if e["what"] == "stop-sent"]
@@ -304,7 +308,7 @@ def test_ctrl_c_ends_a_wait_in_torch_s_store_and_leaves_a_handler_its_time(
 
 
 def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "handler", signal.SIGTERM)
+    result = interrupted(tmp_path, "handler", numbers=[signal.SIGTERM])
     assert result.rc == 143
     assert "rank 0 saves on SIGTERM" in result.out
     assert "rank 0 has saved" in result.out
@@ -372,8 +376,11 @@ def test_what_a_rank_raises_when_the_job_is_stopped_is_said(tmp_path: Path) -> N
         )
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "ignore", signal.SIGTERM, options=("--grace", "1"))
+    result = interrupted(
+        tmp_path, "ignore", "sleep", numbers=[signal.SIGTERM], options=("--grace", "1")
+    )
     assert result.rc == 143
     (zero,) = [e for e in result.events if e["what"] == "killed" and e["rank"] == 0]
     assert zero["because"] == "the grace of 1 s is over"
@@ -384,17 +391,25 @@ def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> Non
     ), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_ctrl_c_twice_kills_now(tmp_path: Path) -> None:
     result = interrupted(
-        tmp_path, "ignore", signal.SIGINT, signal.SIGINT, options=("--grace", "80")
+        tmp_path,
+        "ignore",
+        "sleep",
+        numbers=[signal.SIGINT, signal.SIGINT],
+        options=("--grace", "80"),
     )
     assert result.rc == 130
     assert {e["rank"] for e in result.events if e["what"] == "killed"} == {0, 1, 2}
     assert result.seconds < 60
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_stopped_rank_is_no_obstacle(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "frozen", signal.SIGTERM, options=("--grace", "80"))
+    result = interrupted(
+        tmp_path, "frozen", "sleep", numbers=[signal.SIGTERM], options=("--grace", "80")
+    )
     assert result.rc == 143
     assert result.seconds < 60
     assert re.search(r"- rank 0 +stopped \(SIGSTOP\)\n", result.err), result.everything

@@ -1,11 +1,10 @@
-"""How ranks take a request to stop: argument 1 says it. Rank 0 never comes to init_process_group, so the others wait inside torch."""
+"""How ranks take a request to stop: argument 1 says it. Rank 0 never comes to init_process_group, so the others wait inside torch; with
+argument 2, `sleep`, they sleep."""
 
 import os
 import signal
 import sys
 import time
-
-import torch.distributed as dist
 
 manner, rank = sys.argv[1], int(os.environ["RANK"])
 
@@ -30,4 +29,8 @@ if rank == 0:
     while True:
         time.sleep(1000)
 print(f"rank {rank} joins", flush=True)
+while sys.argv[2:] == ["sleep"]:
+    time.sleep(1000)
+import torch.distributed as dist
+
 dist.init_process_group("gloo")
