@@ -16,6 +16,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from bench.harness import ROOT, say
@@ -69,10 +70,11 @@ class Expected:
         return FOLDER / self.half / f"{self.name}.log"
 
 
-def expected() -> list[Expected]:
+@cache
+def expected() -> tuple[Expected, ...]:
     """Every log of the corpus."""
     told = tomllib.loads((FOLDER / "expected.toml").read_text(encoding="utf-8"))
-    return [
+    return tuple(
         Expected(
             half,
             name,
@@ -84,7 +86,7 @@ def expected() -> list[Expected]:
         )
         for half in HALVES
         for name, one in sorted(told[half].items())
-    ]
+    )
 
 
 def first_readings() -> list[dict[str, int | str]]:
