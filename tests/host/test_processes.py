@@ -91,11 +91,15 @@ def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(
     assert process_status.cpu_seconds(os.getpid()) > 0
 
 
+def wait_until_stopped(pid: int) -> None:
+    until = time.monotonic() + 30.0
+    while not process_status.is_stopped(pid):
+        assert time.monotonic() < until
+
+
 def test_a_stopped_process_keeps_a_signal_pending(child: subprocess.Popen[bytes]) -> None:
     os.kill(child.pid, signal.SIGSTOP)
-    until = time.monotonic() + 30.0
-    while not process_status.is_stopped(child.pid):
-        assert time.monotonic() < until
+    wait_until_stopped(child.pid)
     found = process_status.activity(child.pid)
     assert found is not None
     assert found.state == "T"
@@ -125,6 +129,21 @@ def test_the_family_is_found_by_marker_and_by_session(child: subprocess.Popen[by
 def test_the_family_is_ended(child: subprocess.Popen[bytes]) -> None:
     assert processes.kill_family(MARKER.encode(), [], deadline=20) == []
     assert child.wait(20) == -signal.SIGKILL
+
+
+def test_who_cleans_up_after_the_family_ends_by_itself(child: subprocess.Popen[bytes]) -> None:
+    """Torch's manager of shared memory removes it 2 s after its last user, and was killed before."""
+    environment = dict([MARKER.split("=", 1)])
+    with subprocess.Popen(
+        ["torch_shm_manager"], executable="/bin/cat", stdin=subprocess.PIPE, env=environment
+    ) as manager:
+        assert processes.kill_family(MARKER.encode(), [], deadline=20) == []
+        assert child.wait(20) == -signal.SIGKILL
+        assert manager.poll() is None
+        os.kill(manager.pid, signal.SIGSTOP)  # it would stay
+        wait_until_stopped(manager.pid)
+        assert processes.kill_family(MARKER.encode(), [], deadline=20) == []
+        assert manager.wait(20) == -signal.SIGKILL
 
 
 def test_the_family_is_ended_when_one_of_it_goes_meanwhile(

@@ -676,6 +676,27 @@ def test_shared_memory_of_a_rank_that_is_stopped_is_unlinked(tmp_path: Path) -> 
     assert not any(Path("/dev/shm", name).exists() for name in blocks)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("ends", ["well", "by an exception"])
+def test_shared_memory_of_torchs_manager_is_unlinked(tmp_path: Path, ends: str) -> None:
+    """The manager, a daemon that does it 2 s after its last user, was killed with the job."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import sys, torch, torch.multiprocessing\n"
+        "torch.multiprocessing.set_sharing_strategy('file_system')\n"
+        "block = torch.zeros(9).share_memory_()\n"
+        "print(block.untyped_storage()._share_filename_cpu_()[1].decode())\n"
+        "assert sys.argv[1] == 'well'\n"
+    )
+    result = run_job(["-n", "2", program, ends], state=tmp_path)
+    blocks = [Path("/dev/shm", name.strip("/")) for rank in (0, 1) for name in result.of(rank)]
+    assert len(blocks) == 2, result.everything
+    until = time.monotonic() + DEADLINE
+    while any(block.exists() for block in blocks):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_ranks_for_which_the_template_has_no_descriptors(tmp_path: Path) -> None:
     """The launcher raises its own limit, the template has that of the ranks. It died of its own

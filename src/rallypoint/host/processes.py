@@ -200,7 +200,7 @@ def kill_family(
     spare: Iterable[int] = (),
 ) -> list[ProcessStatus]:
     """SIGKILL for every process of a job until none is left; returns those that would not die
-    within `deadline` seconds.
+    within `deadline` seconds. Those that clean up after the others (`unlinks`) end by themselves.
 
     Each is held by pidfd and looked at again before the signal, so a number that was freed and
     given to a stranger is not hit. Repeated until a look finds none: a process may fork while we
@@ -208,7 +208,8 @@ def kill_family(
     """
     sessions, until = set(sessions), time.monotonic() + deadline
     while True:
-        living = family(marker, sessions, ancestor=ancestor, spare=spare)
+        found = family(marker, sessions, ancestor=ancestor, spare=spare)
+        living = [one for one in found if one.state == "T" or not unlinks(one.pid)]
         if not living or time.monotonic() > until:
             return living
         held: list[int] = []
@@ -223,6 +224,14 @@ def kill_family(
         wait_for_ends(held, min(LOOK_AGAIN, until - time.monotonic()))
         for pidfd in held:
             os.close(pidfd)
+
+
+def unlinks(pid: int) -> bool:
+    """Tell whether this is a process of multiprocessing's, joblib's or torch's that removes the
+    shared memory and semaphores of others when these have ended, and ends itself then.
+    """
+    line = process_status.command_line(pid)
+    return "resource_tracker import main" in line or line == "torch_shm_manager"
 
 
 def wait_for_ends(pidfds: Iterable[int], timeout: float) -> bool:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.host import processes, system_calls
 from rallypoint.host.fd_passing import OwnedFds
-from rallypoint.host.process_status import ProcessStatus, command_line
+from rallypoint.host.process_status import ProcessStatus
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 
 # Seconds that a successful rank's children may take to notice its end (multiprocessing's resource
 # tracker, a closing pipe) before they count as left running.
 LEFTOVER_PATIENCE = 0.5
-_TRACKS = "resource_tracker import main"  # in the command line of such a process
 
 # Seconds that all resource trackers get for unlinking, when the ranks have ended. It takes some
 # milliseconds; a process that has left the group may keep one waiting.
@@ -63,7 +62,7 @@ class Leftovers:
         is one: `wait_for_trackers` must come then.
         """
         pids = {one.pid for one in members}
-        trackers = {pid for pid in pids if _TRACKS in command_line(pid)}
+        trackers = {*filter(processes.unlinks, pids)}
         with _opened(pids - trackers if trackers else ()) as others:
             for pidfd in others.fds:
                 processes.send(pidfd, signal.SIGKILL)
@@ -72,7 +71,7 @@ class Leftovers:
     def wait_for_trackers(self, handles: Iterable[RankHandle]) -> None:
         """Wait until the trackers of these ranks, which have ended, have ended, too."""
         members = (one.pid for handle in handles for one in processes.group_members(handle.pid))
-        with _opened(pid for pid in members if _TRACKS in command_line(pid)) as ends:
+        with _opened(filter(processes.unlinks, members)) as ends:
             processes.wait_for_ends(ends.fds, TRACKER_PATIENCE)
 
     def end(self, handles: Sequence[RankHandle], hurries: Mapping[int, Callable[[], bool]]) -> None:
