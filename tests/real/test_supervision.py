@@ -630,6 +630,18 @@ def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_what_a_successful_rank_leaves_stopped_is_ended_at_once(tmp_path: Path) -> None:
+    """A stopped process does not act on SIGTERM: the whole grace was waited for."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, signal, subprocess\nleft = subprocess.Popen(['sleep', '1005'])\n"
+        "os.kill(left.pid, signal.SIGSTOP)\nos.waitid(os.P_PID, left.pid, os.WSTOPPED)\n"
+    )
+    result = run_job(["-n", "2", "--grace", "1000", program], state=tmp_path)
+    assert result.rc == 0, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(
     tmp_path: Path,
 ) -> None:

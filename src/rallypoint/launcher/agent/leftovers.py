@@ -89,6 +89,7 @@ class Leftovers:
         with _held(handles) as pidfds:
             for handle in handles if pidfds.fds else ():
                 processes.send_group(handle.pid, signal.SIGTERM)
+                processes.send_group(handle.pid, signal.SIGCONT)  # as in RankHandle.signal_group
             poll, waiting = select.poll(), set(pidfds.fds)
             for fd in (*waiting, *hurries):
                 poll.register(fd, select.POLLIN)
