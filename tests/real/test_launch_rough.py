@@ -126,6 +126,24 @@ def test_a_call_that_cannot_be_made_imports_nothing_of_the_users(tmp_path: Path)
     assert said == "lock-in-wrong-scope\nlock-in-wrong-scope\nimported\n[1] True\n"
 
 
+def test_a_program_that_has_become_another_user_gets_another_agent(tmp_path: Path) -> None:
+    """The functions of one that had given up root ran as root."""
+    said = script(
+        tmp_path,
+        """
+        import os
+        import rallypoint
+        from rallypoint.launcher.launch import agent_pool
+
+        rallypoint.launch(int)
+        agent, = agent_pool._idle
+        os.geteuid = lambda: 12345
+        print(rallypoint.launch(int), agent_pool._idle[0] is agent, len(agent_pool._idle))
+        """,
+    )
+    assert said == "[0] True 2\n"
+
+
 def test_what_the_function_wants_done_at_the_end_is_done(tmp_path: Path) -> None:
     said = script(
         tmp_path,
