@@ -124,7 +124,7 @@ class Traceback(Block):
         self._doubtful: tuple[str, str, int] | None = None
         self._kind, self._message = "", [""]
         # the type of what a task of Ray's raised (its own traceback is below), or Ctrl-C
-        self._task = "KeyboardInterrupt" if head == "^C" else ""
+        self._task = "KeyboardInterrupt" if "^C" in head else ""
 
     @classmethod
     def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
