@@ -56,8 +56,8 @@ HOST = Pattern(r"""\bhost(?:name)? ['"]?(?P<host>[\w-]+(?:\.[\w-]+)+)['"]?[: ]""
 PORT = Pattern(
     r"\bport[:= ]+`?(\d{1,5})\b"  # torch; accelerate quotes the number
     r"|\('[^']*', (\d{1,5})[,)]"  # socket.create_server, asyncio
-    # gRPC, uvicorn and others
-    r"|:(\d{2,5})\b(?=[^\d]*(?:EADDRINUSE|address already in use))",
+    # gRPC, uvicorn and others; torch until 2.2 with the errno between
+    r"|:(\d{2,5})\b(?=\D*(?:EADDRINUSE|(?:\d\d - )?address already in use))",
     re.IGNORECASE,
 )
 """The port that an error about one names."""
@@ -119,7 +119,7 @@ GAVE_UP = (
     # macOS: in a process that was forked; of Metal; of Objective-C
     r"|objc\[\d+\]: .{1,400}\bCrashing instead\b|.{0,400}:\d+: failed assertion `"
     r"|.{0,100}\*\*\* Terminating app due to uncaught exception '"
-    r"|libc\+\+abi(?:\.dylib)?: terminating "  # LLVM's library of C++
+    r"|libc\+\+abi(?:\.dylib)?: terminating |LLVM ERROR: "  # LLVM's library of C++, its compilers
     # of Intel's and LLVM's OpenMP, and of Intel's network cards
     r"|(?:OMP: Error #\d+|\S{1,200}): Assertion failure at \S{1,300}\d"
 )

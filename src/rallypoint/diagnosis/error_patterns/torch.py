@@ -69,6 +69,7 @@ CAUSES = {
         r"|No slot '\d+' specified on host"  # DeepSpeed
         # vLLM, Ray, and programs of people
         r"|(exceeds|larger than|greater than|more than) the (total )?number of (available )?(GPUs|devices)\b"
+        r"|\b(requires?|requested|needs?) .{0,20}\d GPUs?\b.{0,9}\bbut only \d+ (GPUs? )?(are |is )?(available|found)|available GPUs [\d.]+ is less "
         # accelerate, transformers
         r"|mixed precision requires a (GPU|CUDA)\b|can only be used on CUDA (or \w+ )?devices",
         re.IGNORECASE,
