@@ -65,9 +65,12 @@ def then_told(
     for words in (*later, "go on", _LEAVING, *rest, *homes):
         if words in others:
             told.append(_sentence(job, others[words], words))
-    if job.log is not None and job.log.stopped and "were stopped" not in others:
+    if job.log is not None and "were stopped" not in others:
         number = len(set(job.log.stopped))
-        told.append(f"the launcher stopped {number} other{'s' * (number != 1)}")
+        # which lists those that failed among them
+        number -= any(s.end.by == "DeepSpeed" for s in job.log.sightings) * (len(blamed) or 1)
+        if number > 0:
+            told.append(f"the launcher stopped {number} other{'s' * (number != 1)}")
     return "; ".join(told)
 
 

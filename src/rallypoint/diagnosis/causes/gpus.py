@@ -158,7 +158,7 @@ def device_missing(case: Case, error: Raised) -> Report:
     if not helps:
         look = "-c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"
         helps.append(Help("see what torch finds", f"{python_of(case.job)} {look}"))
-    headline = f"{case.subject} asked for a device that is not there: {named(error)}"
+    headline = f"{case.subject} asked for {'NCCL, which torch lacks' if ' have NCCL ' in message else 'a device that is not there'}: {named(error)}"
     return account(case, "device-missing", headline, error, why=why, evidence=facts, help=helps[:3])
 
 

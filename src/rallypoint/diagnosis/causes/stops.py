@@ -280,8 +280,7 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
     calls: dict[str, list[int]] = {}
     for rank in case.ranks:
         if rank.collective is not None and rank.rank >= 0:
-            call = f"{rank.collective.kind}, call {rank.collective.sequence}"
-            calls.setdefault(call, []).append(rank.rank)
+            calls.setdefault(collectives.described(rank.collective), []).append(rank.rank)
     evidence += [f"{ranks_phrase(ranks)} timed out in {call}" for call, ranks in calls.items()]
     before = [s for s in spoken if s.place.log == first.log and s.place.line < first.order]
     evidence[EVIDENCE_LINES:] = [

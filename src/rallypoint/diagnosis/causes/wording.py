@@ -80,7 +80,7 @@ def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
     colon says what is wrong in the next.
     """
     lines = filter(None, map(str.strip, message.splitlines()))
-    line = next(lines, "")
+    line = next(lines, "").removeprefix(": ")
     return shortened(f"{line} {next(lines, '')}".rstrip() if line.endswith(":") else line, most)
 
 

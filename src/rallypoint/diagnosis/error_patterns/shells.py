@@ -67,8 +67,7 @@ LINES = (
     ),
     line(
         "",
-        rf"^[*`]{{0,3}}(?:\[\d+\][+-]? {{1,3}})?{_ENDED}(?: ?[(\uff08](?:core dumped|核心已转储)[)\uff09]| *(?:(?<=^.{{24}})|(?<=^\[.{{29}}))\S.*)?"
-        r"[*`]{0,3}$",
+        rf"^[*`]*(?:\[\d+\][+-]? {{1,3}})?{_ENDED}(?: ?[(\uff08](?:core dumped|核心已转储)[)\uff09]| *(?:(?<=^.{{24}})|(?<=^\[.{{29}}))\S.*)?[*`]*$",
         by="the shell",
     ),
     # zsh and fish; jobs in the background may be others than this one
