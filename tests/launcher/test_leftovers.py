@@ -38,8 +38,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     )
 
     def send_group(leader: int, number: int) -> bool:
-        assert number == signal.SIGTERM
-        members[0].append(leader)
+        assert number in (signal.SIGTERM, signal.SIGCONT)
+        members[0] += [leader] * (number == signal.SIGTERM)
         return True
 
     monkeypatch.setattr(processes, "send_group", send_group)
