@@ -12,6 +12,7 @@ from typing import Any
 
 from ..python_path import WITHOUT_TORCH, python_path
 from .netns import Cluster, Node, Process
+from .warm_python import warm_python
 
 PORT = 29400
 
@@ -74,7 +75,8 @@ class Jobs:
         command += [*map(str, options), str(script), *arguments]
         path = python_path() if self.torch else python_path(WITHOUT_TORCH)
         extra = {"PYTHONPATH": path, **(env or {})}
-        return node.start([sys.executable, "-m", "rallypoint", *command], env=extra)
+        warm = None if self.torch or extra["PYTHONPATH"] != path else warm_python(path)
+        return node.start([sys.executable, "-m", "rallypoint", *command], env=extra, warm=warm)
 
     @property
     def endpoint(self) -> str:

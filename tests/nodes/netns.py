@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from .warm_python import Fork, WarmPython
+
 LOOK = 0.005
 """Seconds between two looks at a file or at /proc: no figure here is finer."""
 
@@ -98,20 +100,38 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 class Process:
     """A command in a node, in a session of its own, its output in a file."""
 
-    def __init__(self, node: Node, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self,
+        node: Node,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        warm: WarmPython | None = None,
+    ) -> None:
         self.node = node
         self.argv = list(argv)
         self.path = node.folder / f"{len(node.started)}.out"
         self.began = time.monotonic()
+        self._popen: subprocess.Popen[bytes] | Fork
         with self.path.open("wb") as file:
-            self._popen = subprocess.Popen(
-                node.inside(argv, cwd),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                start_new_session=True,
-            )
+            if warm is not None:
+                self._popen = warm.start(
+                    words=argv[1:],
+                    node=node.pid,
+                    output=str(self.path),
+                    env=dict(env),
+                    cwd=str(cwd),
+                    quota=str(node.quota or ""),
+                )
+            else:
+                self._popen = subprocess.Popen(
+                    node.inside(argv, cwd),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=dict(env),
+                    start_new_session=True,
+                )
         self.pid = self._popen.pid
 
     def __repr__(self) -> str:
@@ -174,7 +194,7 @@ class Node:
         self.home = cluster.folder / "home" if cluster.shared_home else self.folder / "home"
         self.started: list[Process] = []
         self.spaces: set[int] = set()
-        self._quota: Path | None = None
+        self.quota: Path | None = None
         self.folder.mkdir(parents=True)
         self._write_etc()
         self._holder = subprocess.Popen(
@@ -224,9 +244,9 @@ class Node:
         self.started.clear()
         shutil.rmtree(self.home, ignore_errors=True)
         self._write_etc()
-        if self._quota is not None:
-            self._quota.rmdir()
-            self._quota = None
+        if self.quota is not None:
+            self.quota.rmdir()
+            self.quota = None
 
     def close(self) -> None:
         """End the holder; the namespaces go with it."""
@@ -248,17 +268,24 @@ class Node:
         between.
         """
         spaces = ["--target", str(self.pid), "--net", "--uts", "--mount"]
-        quota = ["sh", "-c", f'echo $$ > {self._quota}/cgroup.procs && exec "$@"', "sh"]
+        quota = ["sh", "-c", f'echo $$ > {self.quota}/cgroup.procs && exec "$@"', "sh"]
         return [
             _tool("nsenter"), *spaces, _tool("env"), "-C", str(cwd or self.home),
-            *(quota if self._quota else ()), *argv,
+            *(quota if self.quota else ()), *argv,
         ]  # fmt: skip
 
     def start(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        warm: WarmPython | None = None,
     ) -> Process:
-        """Start a command; `env` is added to the node's environment, `cwd` is its home."""
-        one = Process(self, argv, self.environment(**(env or {})), cwd or self.home)
+        """Start a command; `env` is added to the node's environment, `cwd` is its home. A fork of
+        `warm` is what a command of Python is, with its PYTHONPATH.
+        """
+        one = Process(self, argv, self.environment(**(env or {})), cwd or self.home, warm)
         self.started.append(one)
         return one
 
@@ -389,7 +416,7 @@ class Node:
             (place / "cpu.cfs_quota_us").write_text(str(int(100_000 * share)))
         except OSError as error:
             raise NodesUnavailable(f"no quota of processors: {error}") from None
-        self._quota = place
+        self.quota = place
         for pid in self.processes():
             (place / "cgroup.procs").write_text(str(pid))
 
