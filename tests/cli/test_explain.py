@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import random
 import signal
@@ -15,23 +14,21 @@ import pytest
 from rallypoint.cli import main as cli
 from rallypoint.diagnosis.catalogue import CATALOGUE, QUESTIONS
 
+from ..warm_python import WarmPopen
+
 OUT_OF_MEMORY = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
 TRACEBACK = 'Traceback (most recent call last):\n  File "/srv/train.py", line 12, in step\n    loss = f(x)\nValueError: bad batch\n'
 
 
 def _run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
-    done = subprocess.run(
+    process = WarmPopen(
         [sys.executable, "-m", "rallypoint", "explain", *arguments],
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        env=dict(
-            os.environ
-        ),  # or else with COLUMNS from readline, which sets it behind Python's back
-        capture_output=True,
-        timeout=60,
-        check=False,
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    out, err = process.communicate(stdin, timeout=60)
+    return process.returncode, out.decode(), err.decode()
 
 
 def _explained(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

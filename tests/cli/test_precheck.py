@@ -14,6 +14,8 @@ from rallypoint.cli import precheck
 from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.program import Program
 
+from ..warm_python import WarmPopen
+
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -231,15 +233,16 @@ def test_a_file_as_standard_input_is_for_one_rank(folder: Path, name: str) -> No
     (folder / "train.py").write_text("print('ran')")
     for ranks in 1, 2:
         with open("train.py") as file:
-            done = subprocess.run(
+            job = WarmPopen(
                 [sys.executable, "-m", "rallypoint", "run", "--fresh", "-n", str(ranks), name],
-                stdin=file, capture_output=True, text=True, timeout=60,
+                stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
+            out, err = job.communicate(timeout=60)
         if ranks == 1:
-            assert (done.returncode, done.stdout.count("ran")) == (0, 1), done.stderr
+            assert (job.returncode, out.count("ran")) == (0, 1), err
         else:
-            assert done.returncode == 2
-            assert f"{name} is not a file that every rank could read" in done.stderr
+            assert job.returncode == 2
+            assert f"{name} is not a file that every rank could read" in err
 
 
 def test_an_unreadable_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from rallypoint.launcher.agent import query_socket
 from rallypoint.record import run_folder, run_list
 from rallypoint.record.run_list import LauncherAddress
 
+from ..warm_python import WarmPopen
+
 HOLD = """
 import os
 import sys
@@ -53,7 +55,7 @@ class Launchers:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def hold(self, path: Path, *door: str) -> int:
-        started = subprocess.Popen(
+        started = WarmPopen(
             [sys.executable, "-c", HOLD, str(path), *door], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )  # fmt: skip
         self.processes.append(started)

@@ -18,6 +18,8 @@ from rallypoint.cli import main as cli
 from rallypoint.cli import stacks
 from rallypoint.host import kernel_files, ports
 
+from ..warm_python import WarmPopen
+
 RUN = (sys.executable, "-P", "-m", "rallypoint", "run")
 SAVES = """
 import signal, sys, time
@@ -49,7 +51,7 @@ class Job:
     """A running job of two ranks that are up, or half of one of two nodes."""
 
     def __init__(self, *words: str, ranks: int = 2) -> None:
-        self.process = subprocess.Popen(
+        self.process = WarmPopen(
             [*RUN, "-n", str(ranks), *words],
             env=os.environ,
             stdin=subprocess.DEVNULL,
@@ -204,7 +206,7 @@ def test_a_second_one_kills(
 ) -> None:
     jobs.append(Job("--grace", "300", str(program), "deaf"))
     name = os.readlink(state / "latest")
-    with subprocess.Popen([*RUN[:-1], "stop", name], stdout=subprocess.PIPE, text=True) as first:
+    with WarmPopen([*RUN[:-1], "stop", name], stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline().startswith(f"stopping job {name}")
         time.sleep(1.0)  # not to synchronise: what comes sooner is no other wish

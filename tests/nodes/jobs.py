@@ -12,7 +12,6 @@ from typing import Any
 
 from ..python_path import WITHOUT_TORCH, python_path
 from .netns import Cluster, Node, Process
-from .warm_python import warm_python
 
 PORT = 29400
 
@@ -75,7 +74,7 @@ class Jobs:
         command += [*map(str, options), str(script), *arguments]
         path = python_path() if self.torch else python_path(WITHOUT_TORCH)
         extra = {"PYTHONPATH": path, **(env or {})}
-        warm = None if self.torch or extra["PYTHONPATH"] != path else warm_python(path)
+        warm = not self.torch and extra["PYTHONPATH"] == path
         return node.start([sys.executable, "-m", "rallypoint", *command], env=extra, warm=warm)
 
     @property

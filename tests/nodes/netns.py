@@ -18,8 +18,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from .warm_python import Fork, WarmPython
+from ..warm_python import WarmPopen
 
 LOOK = 0.005
 """Seconds between two looks at a file or at /proc: no figure here is finer."""
@@ -87,13 +88,15 @@ def _ordered(command: Sequence[str], text: str = "") -> str:
     return done.stdout
 
 
-def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Return whether a condition came true within `timeout` seconds."""
+def wait_until(condition: Callable[[], bool], timeout: float, look: float = LOOK) -> bool:
+    """Return whether a condition came true within `timeout` seconds. A look that starts a process
+    is not for each `LOOK`.
+    """
     until = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > until:
             return False
-        time.sleep(LOOK)
+        time.sleep(look)
     return True
 
 
@@ -106,32 +109,25 @@ class Process:
         argv: Sequence[str],
         env: Mapping[str, str],
         cwd: Path,
-        warm: WarmPython | None = None,
+        warm: bool = False,
     ) -> None:
         self.node = node
         self.argv = list(argv)
         self.path = node.folder / f"{len(node.started)}.out"
         self.began = time.monotonic()
-        self._popen: subprocess.Popen[bytes] | Fork
         with self.path.open("wb") as file:
-            if warm is not None:
-                self._popen = warm.start(
-                    words=argv[1:],
-                    node=node.pid,
-                    output=str(self.path),
-                    env=dict(env),
-                    cwd=str(cwd),
-                    quota=str(node.quota or ""),
-                )
-            else:
-                self._popen = subprocess.Popen(
-                    node.inside(argv, cwd),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=dict(env),
-                    start_new_session=True,
-                )
+            how: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": file,
+                "stderr": subprocess.STDOUT,
+                "env": dict(env),
+                "start_new_session": True,
+            }
+            self._popen: subprocess.Popen[bytes] = (
+                WarmPopen(argv, node=node.pid, quota=str(node.quota or ""), cwd=cwd, **how)
+                if warm
+                else subprocess.Popen(node.inside(argv, cwd), **how)
+            )
         self.pid = self._popen.pid
 
     def __repr__(self) -> str:
@@ -280,10 +276,10 @@ class Node:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        warm: WarmPython | None = None,
+        warm: bool = False,
     ) -> Process:
-        """Start a command; `env` is added to the node's environment, `cwd` is its home. A fork of
-        `warm` is what a command of Python is, with its PYTHONPATH.
+        """Start a command; `env` is added to the node's environment, `cwd` is its home. `warm`: one
+        of Python is a fork.
         """
         one = Process(self, argv, self.environment(**(env or {})), cwd or self.home, warm)
         self.started.append(one)

@@ -15,7 +15,6 @@ import pytest
 
 from ..python_path import WITHOUT_TORCH, python_path
 from .netns import Cluster, Node, Process
-from .warm_python import warm_python
 
 TTL = 2.0
 
@@ -37,12 +36,12 @@ class Members:
     def __init__(self, cluster: Cluster, ttl: float = TTL) -> None:
         self.cluster = cluster
         secret = secrets.token_hex(32)
-        warm = warm_python(python_path(WITHOUT_TORCH))
+        path = {"PYTHONPATH": python_path(WITHOUT_TORCH)}
         self.each: list[Process] = []
         for node in cluster.nodes:
             role = [] if self.each else ["lead"]
             command = [sys.executable, str(MEMBER), cluster[0].address, "29500", secret, str(ttl)]
-            self.each.append(node.start([*command, *role], warm=warm))
+            self.each.append(node.start([*command, *role], env=path, warm=True))
         for node in cluster.nodes:
             self.each[0].wait_for(f"^here {node.name} ")
 

@@ -20,6 +20,8 @@ from rallypoint import Store
 from rallypoint.clock import Clock
 from rallypoint.store.address import FORWARDED
 
+from ..warm_python import WarmPopen
+
 DEADLINE = 60.0
 """Seconds within which what is to come comes, on a busy machine."""
 
@@ -113,7 +115,7 @@ def kept_port() -> Iterator[str]:
 @contextmanager
 def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A Python program with pipes; killed at the end if it still runs."""
-    with subprocess.Popen(
+    with WarmPopen(
         [sys.executable, "-c", program, *arguments],
         env=environment(),
         stdin=subprocess.PIPE,

@@ -9,6 +9,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from ..warm_python import WarmPopen
+
 SECRET = b"the secret of a server in a test"
 
 _PROGRAM = """
@@ -36,7 +38,7 @@ class ServerProcess:
     def __init__(self, prelude: str = "") -> None:
         """`prelude`: Python that runs there first."""
         self.secret = SECRET
-        self._process = subprocess.Popen(
+        self._process = WarmPopen(
             [sys.executable, "-c", _PROGRAM.format(prelude=prelude, secret=SECRET)],
             stdout=subprocess.PIPE,
             text=True,

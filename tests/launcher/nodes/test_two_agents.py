@@ -19,6 +19,8 @@ from rallypoint.launcher.nodes import messages
 from rallypoint.store.client.member import Member
 from rallypoint.store.discovery import derived, secret_from_file
 
+from ...warm_python import WarmPopen
+
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 PATIENCE = 20.0
@@ -30,7 +32,7 @@ class Agent:
 
     def __init__(self, folder: Path, *words: str, **more: str) -> None:
         command = [sys.executable, "-m", "rallypoint", "run", *words]
-        self._process = subprocess.Popen(
+        self._process = WarmPopen(
             command,
             cwd=folder,
             env=os.environ | more,
