@@ -24,6 +24,9 @@ CREDENTIAL = 5
 KILL_WAIT = 10
 """Seconds between SIGTERM and SIGKILL to what `scancel` ends."""
 
+LOOK = 0.2
+"""Seconds between two questions to Slurm, each of which is a process."""
+
 READY = 20.0
 """Seconds for the daemons to know each other: a busy machine, not a wait."""
 
@@ -134,7 +137,7 @@ class Slurm:
             self._daemon(node, ["slurmd", "-D", "-f", str(self.conf)])
         wanted = len(self.nodes)
         ready = wait_until(
-            lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(wanted), READY
+            lambda: self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(wanted), READY, LOOK
         )
         assert ready, self.said()
 
@@ -222,6 +225,6 @@ class Job:
         """Wait for the job to leave the queue; return its output."""
         asked = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self.number}")
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-        ended = wait_until(lambda: self.slurm.ask(*asked) in over, timeout)
+        ended = wait_until(lambda: self.slurm.ask(*asked) in over, timeout, LOOK)
         assert ended, f"{self.slurm.ask(*asked)}\n{self.output()}\n{self.slurm.said()}"
         return self.output()

@@ -349,6 +349,7 @@ dist.destroy_process_group()
 
 # The import of what learning needs is most of such a job: the other two MPIs add two numbers.
 @pytest.mark.nodes
+@pytest.mark.usefixtures("digits_quickly")
 @pytest.mark.parametrize("mpi", ["openmpi5"], indirect=True)
 def test_the_digits_are_learnt_on_two_nodes_without_a_flag(mpi: Mpi) -> None:
     job = mpi.start(*RUN, DIGITS, "--epochs", "3")

@@ -104,7 +104,7 @@ def world(output: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.usefixtures("torch_in_parts")
+@pytest.mark.usefixtures("digits_quickly")
 def test_training_reads_digits_as_well_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the digits ship inside scikit-learn")
     line = f"{shlex.quote(str(EXAMPLES / 'digits_ddp.py'))} --epochs 1"
