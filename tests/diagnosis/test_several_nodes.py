@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from rallypoint.diagnosis import render
@@ -36,6 +36,7 @@ from rallypoint.diagnosis.evidence import (
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import MOST_REPORTS, diagnose, same_again
 
+from ..search import tries
 from .test_root_cause import (
     ALL_REDUCE,
     COUNTED,
@@ -519,7 +520,7 @@ def ended_at(one: RankEvidence, by: float, order: int) -> RankEvidence:
     )
 
 
-@settings(max_examples=300)
+@tries(300)
 @given(
     some.lists(some.sampled_from([*MAKERS]), min_size=8, max_size=8),
     some.permutations(range(1, 9)),
@@ -539,7 +540,7 @@ def test_the_first_cause_does_not_depend_on_which_rank_is_on_which_node(
     assert render.text(on_some)
 
 
-@settings(max_examples=100)
+@tries(100)
 @given(
     some.lists(some.sampled_from(["lost", "stopped", "alive"]), min_size=1, max_size=7),
     some.sampled_from(["", "refused", "silent", "dropped", "unreachable"]),
