@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks(torch_in_parts_of_module: None) -> Iterator[Ranks]:
     made = Ranks()
     yield made
     made.close()

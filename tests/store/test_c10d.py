@@ -29,6 +29,7 @@ import pytest
 import rallypoint
 from rallypoint.store.server.server import Server
 
+from ..python_path import TORCH_WITHOUT_COMPILER, python_path
 from .live import let_servers_be_late
 from .processes import add_and_tell
 
@@ -1048,8 +1049,10 @@ class Ranks(NamedTuple):
 
 
 def run_ranks(*jobs: Ranks) -> None:
+    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
     environment = {
         **os.environ,
+        "PYTHONPATH": python_path() if whole else python_path(TORCH_WITHOUT_COMPILER),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "RES_OPTIONS": "timeout:1 attempts:1",
