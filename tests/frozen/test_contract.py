@@ -155,7 +155,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(place: Path) -> dict[str, str]:
+def environment(torch_in_parts_of_module: None, place: Path) -> dict[str, str]:
     """The environment of all commands: nothing of another launcher's in it, and a home folder of
     its own.
     """
