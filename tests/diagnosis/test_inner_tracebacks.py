@@ -17,7 +17,8 @@ from rallypoint.diagnosis.evidence import (
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import diagnose
 
-TORCH = "/venv/lib/python3.11/site-packages/torch"
+SITE = "/venv/lib/python3.11/site-packages"
+TORCH = f"{SITE}/torch"
 MAIN = Frame("/home/ada/train.py", 12, "<module>", "for x in loader:")
 PASSED_ON = Frame(f"{TORCH}/_utils.py", 794, "reraise", "raise exception")
 WORKER = f"""\
@@ -134,6 +135,23 @@ def test_a_port_that_another_set_of_ranks_had() -> None:
         gone,
     )
     assert report.help[0].command == "rallypoint run -n 1 train.py"
+
+
+def test_a_function_that_could_not_be_called_is_placed_where_mp_spawn_was() -> None:
+    """It was placed in a file of ours, which stands between torch's and the function."""
+    ours = f'File "{SITE}/rallypoint/launcher/worker/mp_spawn.py", line 46, in __call__'
+    message = (
+        "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n"
+        f'  File "{TORCH}/multiprocessing/spawn.py", line 87, in _wrap\n    fn(i, *args)\n'
+        f"  {ours}\n    return self._function(index, *args)\n"
+        "TypeError: train() missing 1 required positional argument: 'size'\n"
+    )
+    report = judged("torch.multiprocessing.spawn.ProcessRaisedException", message)
+    assert (
+        report.headline
+        == "rank 1 raised TypeError: train() missing 1 required positional argument: 'size'"
+    )
+    assert report.where.startswith("train.py:12 in <module>")
 
 
 def test_what_a_task_of_rays_raised_is_the_exception() -> None:

@@ -35,7 +35,10 @@ def in_process(error: Raised) -> tuple[str, Raised] | None:
     else:
         return None
     inner = exception_in(lines)
-    return (where, replace(inner, at=error.at, call=error.call)) if inner is not None else None
+    if inner is None:
+        return None
+    frames = error.frames + inner.frames  # none of the second may be the program's
+    return where, replace(inner, frames=frames, at=error.at, call=error.call)
 
 
 _BY_RPC = Pattern(r"\bOn WorkerInfo\(id=(\d+), name=(.+)\):$", re.MULTILINE)
