@@ -548,6 +548,19 @@ def test_attempts_that_took_no_time_are_only_counted(seconds: float, told: str) 
     )
 
 
+def test_a_socket_of_another_user_is_on_no_network() -> None:
+    """A rank that had given up root was told to look for a route to the socket's path."""
+    path = "/run/user/0/rallypoint-1/store.sock"
+    failures = [Failure("unreachable", path, "Permission denied")]
+    error = unreachable([Address(path=path)], failures, 7.0, 17.0)
+    assert error.code == "address-unreachable"
+    (look,) = error.help
+    assert look == (
+        "is its server running, and this user's? the socket's folder goes with it",
+        f"ls -l {path}",
+    )
+
+
 # --- several addresses ---
 
 

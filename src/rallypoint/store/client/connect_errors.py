@@ -175,10 +175,9 @@ def _folded(failures: Sequence[Failure], since: float, now: float, kinds: int) -
 
 
 def _help(code: str, address: Address) -> Advice:
-    if address.path and code in ("port-refused", "store-silent"):
-        return (
-            ("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),
-        )
+    if address.path and code in ("port-refused", "store-silent", "address-unreachable"):
+        look = "is its server running, and this user's? the socket's folder goes with it"
+        return ((look, f"ls -l {address.path}"),)
     return tuple(
         (text, line.format(host=address.host or address.path, port=address.port, address=address))
         for text, line in HELP.get(code, ())
