@@ -42,6 +42,7 @@ HALVES = (
     "sixteenth",
     "seventeenth",
     "eighteenth",
+    "nineteenth",
     "developed",
 )
 

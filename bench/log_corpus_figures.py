@@ -28,6 +28,7 @@ NAMES = {
     "sixteenth": "sixteenth set, of ordinary users and clusters, mended after its first reading",
     "seventeenth": "seventeenth set, of shells, macOS, MPI and launchers' stops, mended after its first reading",
     "eighteenth": "eighteenth set, of words behind bars, in Chinese and of MPI's networks, mended after its first reading",
+    "nineteenth": "nineteenth set, of the echo of Ctrl-C, marks of a page and torn words, mended after its first reading",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

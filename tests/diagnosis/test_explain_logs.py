@@ -3080,3 +3080,115 @@ def test_a_kill_for_memory_explains_a_child_that_is_gone(words: str) -> None:
     reports = _told(text + killed)
     assert [report.code for report in reports] == ["rank-out-of-memory"]
     assert reports[0].headline.startswith("a child process was killed")
+
+
+@pytest.mark.parametrize(
+    ("echo", "code"),
+    [
+        (
+            "^CException ignored in: <function Loader.__del__ at 0x7f0f>\nTraceback (most",
+            "interrupted",
+        ),
+        ("^CProcess Process-3:\nProcess Process-2:\nTraceback (most", "interrupted"),
+        ("^C^CKilling subprocess 3401541\n", "interrupted"),
+        (
+            "^C[2026-03-01 04:51:13,576] [INFO] [launch.py:315:f] Killing subprocess 3\n",
+            "interrupted",
+        ),
+        ("^Cancelled|^CUDA Process: a pattern that a program prints\n", "cause-unknown"),
+    ],
+)
+def test_what_a_program_writes_behind_the_echo_of_ctrl_c(echo: str, code: str) -> None:
+    text = echo.replace(
+        "Traceback (most", 'Traceback (most recent call last):\n  File "a.py", line 3'
+    )
+    assert _told(f"step 1\n{text}")[0].code == code
+    failed = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nKeyError: 4\n'
+    assert _told(f"{failed}{text}")[0].code == "rank-raised"
+
+
+def test_the_word_of_a_shell_with_the_marks_of_a_page() -> None:
+    assert _told("step 1\n**Killed**\n")[0].code == "rank-killed"
+    assert _told("step 1\n`Segmentation fault (core dumped)`\n")[0].code == "rank-crashed"
+    assert _told("step 1\n** 3 jobs Killed **\n")[0].code == "cause-unknown"
+
+
+def test_a_watchdog_tells_of_each_rank_the_size_that_it_brought() -> None:
+    line = (
+        "[rank{0}]:[E318 07:39:53.7 ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=610, OpType=COALESCED, NumelIn={1}, NumelOut=8, Timeout(ms)=600000) ran for 600007 milliseconds before timing out.\n"
+    )
+    report = _told(line.format(1, 56320) + line.format(7, 107520))[0]
+    assert report.headline.startswith("rank 1 waited in COALESCED of 56320 elements, call 610 ")
+    assert "rank 7 timed out in COALESCED of 107520 elements, call 610" in report.evidence
+    report = _told(line.format(1, 8) + line.format(7, 8))[0]
+    assert report.headline.startswith("ranks 1 and 7 waited in COALESCED of 8 elements, call 610 ")
+
+
+@pytest.mark.parametrize(
+    ("failed", "then"),
+    [(1, "the launcher stopped 3 others"), (2, "the launcher stopped 2 others"), (4, "")],
+)
+def test_deepspeed_lists_those_that_failed_among_those_that_it_stops(
+    failed: int, then: str
+) -> None:
+    raised = "".join(
+        f'[rank{rank}]: Traceback (most recent call last):\n[rank{rank}]:   File "/a/t.py", line 4, in <module>\n'
+        f"[rank{rank}]: KeyError: 'lr'\n"
+        for rank in range(failed)
+    )
+    killed = "".join(
+        f"[2026-03-01] [INFO] [launch.py:315:f] Killing subprocess {pid}\n" for pid in range(4)
+    )
+    end = (
+        "[2026-03-01] [ERROR] [launch.py:321:sigkill_handler] ['t.py'] exits with return code = 1\n"
+    )
+    assert _told(raised + killed + end)[0].then == then
+
+
+@pytest.mark.parametrize(
+    ("words", "headline"),
+    [
+        (
+            "RuntimeError: Distributed package doesn't have NCCL built in",
+            "the program asked for NCCL, which torch lacks: ",
+        ),
+        (
+            "ValueError: require 2 GPUs, but only 1 GPUs available",
+            "the program asked for a device that is not there: ",
+        ),
+        (
+            "ValueError: Total available GPUs 1.0 is less than total desired GPUs 2",
+            "the program asked for a device ",
+        ),
+        (
+            "ValueError: GPU 0 needs 40 GiB, but only 24 available",
+            "the program raised ValueError: ",
+        ),
+        (
+            "RuntimeError: The server socket has failed to bind to [::]:29501 (errno: 98 - Address already in use). "
+            "The server socket has failed to bind to 0.0.0.0:29501 (errno: 98 - Address already in use).",
+            "the program could not listen on port 29501: ",
+        ),
+    ],
+)
+def test_what_was_not_there_is_named(words: str, headline: str) -> None:
+    text = f'Traceback (most recent call last):\n  File "/a/run.py", line 4, in <module>\n    main()\n{words}\n'
+    assert _told(text)[0].headline.startswith(headline)
+
+
+def test_words_that_ranks_tore_from_their_type_begin_without_a_colon() -> None:
+    text = 'Traceback (most recent call last):\n  File "/a/run.py", line 4, in <module>\nOSError  File "/a/b.py", line 2, in f\n'
+    report = _told(f"{text}: [WinError 1455] The paging file is too small\n")[0]
+    assert (
+        report.headline
+        == "the program ran out of memory: [WinError 1455] The paging file is too small"
+    )
+
+
+def test_llvm_says_why_it_gives_up() -> None:
+    report = _told(
+        "LLVM ERROR: Failed to infer result type(s).\nzsh: abort      python train.py\n"
+    )[0]
+    assert (report.code, report.confidence) == ("rank-crashed", "certain")
+    assert any("Failed to infer result type(s)." in line for line in report.evidence)
