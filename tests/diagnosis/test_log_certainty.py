@@ -177,6 +177,20 @@ def test_a_failure_in_unknown_words_before_a_cause_makes_it_likely() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Error executing job with overrides: ['model.lr=0.1']",
+        "AttributeError(\"no attribute 'ww'\")",
+        "ERROR: Unexpected segmentation fault encountered in worker.",
+    ],
+)
+def test_what_hydra_rpc_and_a_loaders_worker_say_above_a_traceback_announces_it(text: str) -> None:
+    for line, found in ((9, None), (3, Sighting(Sign.SPOKEN, Place("a.log", 3), text=text))):
+        said = Sighting(Sign.SPOKEN, Place("a.log", line), text=text)
+        assert confidence.of_place("rank-raised", Place("a.log", 10), [said]) == found
+
+
 def test_a_stop_after_a_failure_is_an_answer_to_it() -> None:
     stop = Sighting(Sign.INTERRUPTED, Place("a.log", 10), end=End(signal=15))
     ended = Sighting(Sign.ENDED, Place("a.log", 4), end=End(code=1, by="srun"))

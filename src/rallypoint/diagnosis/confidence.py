@@ -56,6 +56,8 @@ kernel's own words for it.
 
 _ANNOUNCES = Pattern(
     r":\s*$|\b[Ee]xceptions?\b|\b[Tt]raceback\b|\b[Ee]rror occurr?ed\b|\berror\.?$"
+    # Hydra; torch's rpc, which shows the exception itself, ValueError('x'); a DataLoader's worker
+    r"|^Error executing job|^\w+\(['\"]|^ERROR: Unexpected .* encountered in worker"
 )
 
 # Code through which a program deals with other processes, machines and devices: what leaves it may
