@@ -3192,3 +3192,13 @@ def test_llvm_says_why_it_gives_up() -> None:
     )[0]
     assert (report.code, report.confidence) == ("rank-crashed", "certain")
     assert any("Failed to infer result type(s)." in line for line in report.evidence)
+
+
+def test_a_task_of_srun_that_is_torchrun_itself_is_no_rank() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/a/site-packages/torch/distributed/{}.py", line 538, in f\n    g()\n'
+        "RuntimeError: The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).\n"
+        "srun: error: node2: task 3: Exited with exit code 1\n"
+    )
+    assert _told(text.format("elastic/agent/server/api"))[0].ranks == ()
+    assert _told(text.format("rendezvous"))[0].ranks == (3,)

@@ -59,16 +59,18 @@ def then_told(
     count = sum(len(others.get(words, ())) for words in innocent)
     acquitted = "it is not at fault" if count == 1 else "they are not at fault"
     told = [_sentence(job, others[words], words) for words in innocent if words in others]
-    told += [acquitted] if count and acquit else []
+    if count and acquit:
+        told.append(acquitted)
     later = [words for words in others if _RAISED in words]
     homes = [caught + home for caught in ("", _BECAME[Kind.SWALLOWED]) for home in cases.HOME]
     for words in (*later, "go on", _LEAVING, *rest, *homes):
         if words in others:
             told.append(_sentence(job, others[words], words))
     if job.log is not None and "were stopped" not in others:
-        number = len(set(job.log.stopped))
-        # which lists those that failed among them
-        number -= any(s.end.by == "DeepSpeed" for s in job.log.sightings) * (len(blamed) or 1)
+        # DeepSpeed lists those that failed among them
+        number = len(set(job.log.stopped)) - len(blamed) * any(
+            s.end.by == "DeepSpeed" for s in job.log.sightings
+        )
         if number > 0:
             told.append(f"the launcher stopped {number} other{'s' * (number != 1)}")
     return "; ".join(told)

@@ -232,7 +232,8 @@ class _Log:
             error = msgspec.structs.replace(error, traceback=traceback)
         numbers = sorted({rank for s in group for rank in ranks_of(s)} - {-1})
         doubt = self._doubt_of(group)
-        if not numbers:
+        # what srun counts is no rank where torchrun itself failed
+        if not numbers and "elastic/agent" not in error.traceback:
             numbers, why = self._attributed(groups)
             doubt = doubt or why
         yield from self._of_one(
