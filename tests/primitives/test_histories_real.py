@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bench.outcome import Outcome
 from bench.primitives_soak import KINDS, crowd
 
-from bench import primitives_soak
+from bench import primitives_soak, store_soak
+
+from ..warm_python import WarmPopen
 
 SLACK = 10.0
 """Seconds: on a machine that is busy with other tests, what is promised on an idle one may be late.
@@ -26,6 +30,13 @@ SCENES = [
     if kind[1] not in _SCENARIOS[:number] or (kind[1] is crowd and kind not in KINDS[:number])
 ]
 """Each scenario once, and a crowd by TCP as well as by a Unix socket."""
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = SimpleNamespace(**{**vars(subprocess), "Popen": WarmPopen})
+    for module in (primitives_soak, store_soak):
+        monkeypatch.setattr(module, "subprocess", forks)
 
 
 @pytest.mark.parametrize("number", SCENES, ids=[KINDS[number][0] for number in SCENES])
