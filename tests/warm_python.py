@@ -29,6 +29,7 @@ from typing import Any
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS = 0x20000
 
 _PATH = os.environ.get("PYTHONPATH", "")  # before a test has set its own
 
@@ -41,11 +42,21 @@ class WarmPopen(subprocess.Popen[Any]):
 
     `-c`, `-m rallypoint` and scripts are understood, and PYTHONPATH, of Python's variables; no
     option of Python is but `-P`, which is passed over: no folder of the caller's is on the path
-    anyway. `node`: the process in whose namespaces it is, and `quota` its cgroup.
+    anyway. `node`: the process in whose namespaces it is; `quota`: its cgroup; `mounts`: a command
+    that changes the mounts which are its own then.
     """
 
-    def __init__(self, argv: Sequence[str], *, node: int = 0, quota: str = "", **how: Any) -> None:
-        self._asked = {"node": node, "quota": quota, "session": how.get("start_new_session", False)}
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        node: int = 0,
+        quota: str = "",
+        mounts: Sequence[str] = (),
+        **how: Any,
+    ) -> None:
+        session = how.get("start_new_session", False)
+        self._asked = {"node": node, "quota": quota, "mounts": mounts, "session": session}
         super().__init__(argv, **how)
 
     def _execute_child(self, argv: Sequence[str], *more: Any) -> None:
@@ -166,6 +177,11 @@ def _enter(asked: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
+    if asked["mounts"]:
+        if _LIBC.unshare(_CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(asked["mounts"], check=True)
     folders = _folders(os.environ.get("PYTHONPATH", ""))
     sys.path[:] = [*folders, *(one for one in sys.path if one not in _folders(_PATH))]
     if any(Path(folder, "sitecustomize.py").exists() for folder in folders):

@@ -75,15 +75,16 @@ class Namespace:
             (own / "secret").write_text(secret)
         script = self.folder / "program.py"
         script.write_text(program)
-        inside = ["unshare", "--mount", "--propagation", "private"]
-        inside += ["sh", "-e", str(SCRIPTS / "pod.sh"), str(own), f"{mode:o}"]
+        mounts = ["sh", "-e", str(SCRIPTS / "pod.sh"), str(own), f"{mode:o}"]
         command = [sys.executable, "-m", "rallypoint", "run", *options, str(script)]
         kubelet = {
             **{name: value for name, value in KUBELET.items() if name not in ("PATH", "HOME")},
             "JOB_COMPLETION_INDEX": str(number),
             "PYTHONPATH": python_path(WITHOUT_TORCH),
         }
-        return self.cluster[number].start([*inside, *command], env={**kubelet, **environ})
+        return self.cluster[number].start(
+            command, env={**kubelet, **environ}, warm=True, mounts=mounts
+        )
 
     def message(self, number: int) -> str:
         """Return the termination message of a pod."""

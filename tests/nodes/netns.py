@@ -110,6 +110,7 @@ class Process:
         env: Mapping[str, str],
         cwd: Path,
         warm: bool = False,
+        mounts: Sequence[str] = (),
     ) -> None:
         self.node = node
         self.argv = list(argv)
@@ -124,7 +125,9 @@ class Process:
                 "start_new_session": True,
             }
             self._popen: subprocess.Popen[bytes] = (
-                WarmPopen(argv, node=node.pid, quota=str(node.quota or ""), cwd=cwd, **how)
+                WarmPopen(
+                    argv, node=node.pid, quota=str(node.quota or ""), mounts=mounts, cwd=cwd, **how
+                )
                 if warm
                 else subprocess.Popen(node.inside(argv, cwd), **how)
             )
@@ -277,11 +280,13 @@ class Node:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         warm: bool = False,
+        mounts: Sequence[str] = (),
     ) -> Process:
         """Start a command; `env` is added to the node's environment, `cwd` is its home. `warm`: one
-        of Python is a fork.
+        of Python is a fork, after `mounts` has changed what is mounted where it is.
         """
-        one = Process(self, argv, self.environment(**(env or {})), cwd or self.home, warm)
+        variables = self.environment(**(env or {}))
+        one = Process(self, argv, variables, cwd or self.home, warm, mounts)
         self.started.append(one)
         return one
 

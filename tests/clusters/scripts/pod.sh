@@ -1,11 +1,10 @@
-# Become a command in a container of a pod: /dev with a termination log, and the secret as the kubelet
-# mounts it.
+# Make the container of a pod of mounts of one's own: /dev with a termination log, and the secret as
+# the kubelet mounts it.
 #
-#     unshare --mount --propagation private sh -e pod.sh FOLDER MODE COMMAND...
+#     sh -e pod.sh FOLDER MODE
 #
 # FOLDER/secret is the secret; without it none is mounted. FOLDER/termination-log is what is left.
 folder=$1 mode=$2
-shift 2
 mkdir "$folder/dev" "$folder/etc"
 touch "$folder/termination-log"
 mount -t tmpfs tmpfs "$folder/dev"
@@ -30,4 +29,3 @@ if [ -e "$folder/secret" ]; then
     mount -o remount,ro "$folder/etc/rallypoint"
     mount --rbind "$folder/etc" /etc
 fi
-exec "$@"
