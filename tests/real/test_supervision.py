@@ -671,17 +671,19 @@ def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_r
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_shared_memory_of_a_rank_that_is_stopped_is_unlinked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])  # with the second one it is killed
+def test_shared_memory_of_a_rank_that_is_stopped_is_unlinked(tmp_path: Path, handler: str) -> None:
     """The tracker of multiprocessing, which would do it, was killed with the rank's group."""
     program = tmp_path / "train.py"
     program.write_text(
-        "import os, pathlib, sys, time\nfrom multiprocessing import shared_memory\nmine = os.environ['RANK']\n"
+        f"import os, pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.{handler})\n"
+        "from multiprocessing import shared_memory\nmine = os.environ['RANK']\n"
         "block = shared_memory.SharedMemory(create=True, size=4096)\nfolder = pathlib.Path(sys.argv[1])\n"
         "(folder / f'new{mine}').write_text(block.name)\n(folder / f'new{mine}').rename(folder / f'block{mine}')\n"
         "while len(list(folder.glob('block*'))) < 2:\n    time.sleep(0.01)\n"
         "if mine == '1':\n    raise ValueError('bad batch')\ntime.sleep(600)\n"
     )
-    result = run_job(["-n", "2", str(program), str(tmp_path)], state=tmp_path)
+    result = run_job(["-n", "2", "--grace", "1", program, tmp_path], state=tmp_path)
     assert result.codes == ["rank-raised"], result.everything
     blocks = [path.read_text() for path in sorted(tmp_path.glob("block*"))]
     assert len(blocks) == 2

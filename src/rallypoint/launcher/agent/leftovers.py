@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.host import processes, system_calls
 from rallypoint.host.fd_passing import OwnedFds
-from rallypoint.host.process_status import ProcessStatus
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 
@@ -56,18 +55,6 @@ class Leftovers:
                 "left-running", rank=handle.rank, pids=[one.pid for one in members]
             )
 
-    def spare_trackers(self, members: Iterable[ProcessStatus]) -> bool:
-        """SIGKILL what a rank left but for resource trackers of multiprocessing or joblib. These
-        unlink the rank's shared memory and semaphores when the others have ended. Tells whether there
-        is one: `wait_for_trackers` must come then.
-        """
-        pids = {one.pid for one in members}
-        trackers = {*filter(processes.unlinks, pids)}
-        with _opened(pids - trackers if trackers else ()) as others:
-            for pidfd in others.fds:
-                processes.send(pidfd, signal.SIGKILL)
-        return bool(trackers)
-
     def wait_for_trackers(self, handles: Iterable[RankHandle]) -> None:
         """Wait until the trackers of these ranks, which have ended, have ended, too."""
         members = (one.pid for handle in handles for one in processes.group_members(handle.pid))
@@ -83,7 +70,7 @@ class Leftovers:
             if handle.left_at_exit is not None:  # not named yet: it may still end by itself
                 until = handle.left_at_exit + LEFTOVER_PATIENCE
                 with _held([handle]) as pidfds:
-                    processes.wait_for_ends(pidfds.fds, max(0.0, until - loop.now))
+                    processes.wait_for_ends(pidfds.fds, until - loop.now)
         self._tell(loop.now)
         handles = [handle for handle in handles if not handle.reaped]
         with _held(handles) as pidfds:

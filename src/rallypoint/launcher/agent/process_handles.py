@@ -294,14 +294,17 @@ class RankHandle:
         return stacks.main_frames(self.answer())
 
     def signal_group(self, name: str, now: float) -> None:
-        """Signal its whole group, and remember where its main thread stood."""
+        """Signal its whole group, SIGKILL itself alone, and remember where its main thread stood."""
         # On a busy machine it may still be on its way back from answering where it is: then it
         # counts where it stood before.
         self._place = process_status.main_thread_place(self.pid) or self._stood
         self._frames = stacks.main_frames(self.answer())
         self._looks, self._before = 0, ActivitySample.of(self.pid, now)
         self.sent.append(name)
-        processes.send_group(self.pid, signal.Signals[name])
+        if name == "SIGKILL":  # its trackers of shared memory end after it
+            processes.send(self.pidfd, signal.SIGKILL)
+        else:
+            processes.send_group(self.pid, signal.Signals[name])
         if process_status.handles(self.pid, ATTENTION_SIGNAL):
             self._called = processes.send(self.pidfd, ATTENTION_SIGNAL)
         processes.send_group(self.pid, signal.SIGCONT)  # one that was stopped could not act on it

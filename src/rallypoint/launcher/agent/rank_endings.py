@@ -132,11 +132,11 @@ class RankEndings:
         if members and not action.kill:
             self._leftovers.found(handle)
             return
-        if members and self._leftovers.spare_trackers(members):
-            return  # reaped at the job's end
         if members:
-            processes.send_group(handle.pid, signal.SIGKILL)
-        self.reap(handle)
+            processes.kill_family(b"", [handle.pid], deadline=processes.LOOK_AGAIN)
+        # A tracker is waited for at the job's end, by the number of its group.
+        if not any(processes.unlinks(one.pid) for one in members):
+            self.reap(handle)
 
     # --- what is left
 
