@@ -377,7 +377,7 @@ def _unknown(scene: Scene) -> Report:
 
 def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame]]:
     """Return by rank the collective that it stood in or that its error left, and the program's
-    line; {} when any was elsewhere, or all in one.
+    line; {} when any was elsewhere, still joined, or all in one.
 
     The error's own name for the call is not enough: of `all_gather_object` torch names the
     `all_gather` inside.
@@ -390,9 +390,7 @@ def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame
             frames = verdict.error.frames
         inside, own = stacks.collective(frames), stacks.own_frame(frames)
         call = inside[0] if inside else stacks.waited_in(frames) if kind in HURT else ""
-        # One that still joins has come to no collective: it cannot reach all others.
-        joins = call == "init_process_group" and kind not in HURT
-        if not call or own is None or joins or stacks.library(own):
+        if call in ("", "init_process_group") or own is None or stacks.library(own):
             return {}
         found[rank.rank] = call, own
     return found if len({name for name, _ in found.values()}) > 1 else {}

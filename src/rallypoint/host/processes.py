@@ -208,8 +208,8 @@ def kill_family(
     """
     sessions, until = set(sessions), time.monotonic() + deadline
     while True:
-        found = family(marker, sessions, ancestor=ancestor, spare=spare)
-        living = [one for one in found if one.state == "T" or not unlinks(one.pid)]
+        living = family(marker, sessions, ancestor=ancestor, spare=spare)
+        living = [one for one in living if one.state == "T" or not unlinks(one.pid)]
         if not living or time.monotonic() > until:
             return living
         held: list[int] = []

@@ -40,7 +40,7 @@ class AgentKey(NamedTuple):
     preload: tuple[str, ...]
     paths: tuple[str, ...]  # where those were looked for
     loaded: tuple[tuple[str, str], ...]  # variables that libraries read when they load
-    user: tuple[int, int]  # and group: a program may have given up root since
+    user: int  # a program may have given up root since
 
 
 class PooledAgent:
@@ -198,8 +198,8 @@ def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledA
     """Return an idle agent that fits, or a new one. It is the caller's until `release` or
     `PooledAgent.discard`. `EnvironmentProblem` as `check_machine`."""
     paths = tuple(path for path in sys.path if isinstance(path, str)) if preload else ()
-    loaded, user = late_variables.read_when_loaded(environment), (os.geteuid(), os.getegid())
-    key = AgentKey(sys.executable, preload, paths, loaded, user)
+    loaded = late_variables.read_when_loaded(environment)
+    key = AgentKey(sys.executable, preload, paths, loaded, os.geteuid())
     _reap()
     for agent in list(_idle):
         if agent.key == key and _taken(agent):
