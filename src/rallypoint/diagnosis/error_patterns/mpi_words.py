@@ -51,12 +51,15 @@ LINES = (
         Sign.NOT_STARTED,
     ),
     line(
-        "C",
+        "-C ",
         r"^forrtl: error \(200\): program aborting due to control-C event"
         # MPICH and Intel MPI, Slurm
-        r"|Sending Ctrl-C to processes as requested|^(?:\^C)?srun: sending Ctrl-C to "
-        # a terminal's echo, and what Python or a launcher wrote then
-        r"|^(?:\^C)+(?:Exception ignored |Process \S+:$|(?:\[\d{4}-.{1,80}\] )?Killing subprocess )",
+        r"|Sending Ctrl-C to processes as requested|^(?:\^C)?srun: sending Ctrl-C to ",
+        Sign.INTERRUPTED,
+    ),
+    line(  # a terminal's echo, and what Python or a launcher wrote then
+        "^C",
+        r"^(?:\^C)+(?:Exception ignored |Process \S+:$|(?:\[\d{4}-.{1,80}\] )?Killing subprocess )",
         Sign.INTERRUPTED,
     ),
 )
