@@ -196,6 +196,22 @@ def test_only_lines_of_its_own_process_show_that_it_did_without_a_module() -> No
     assert _told(of_rank + others + worked)[0].code == "cause-unknown"
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        "pydantic_core.ValidationError: 1 validation error for Config\nlr\n  Input should be a valid number",
+        'yaml.scanner.ScannerError: mapping values are not allowed here\n  in "conf.yaml", line 3, column 9',
+        'RuntimeError: Error(s) in loading state_dict for GPT:\n\tMissing key(s) in state_dict: "a".\n\tsize mismatch for b',
+    ],
+)
+def test_a_message_of_several_lines_is_shown_whole(last: str) -> None:
+    """All but its first was left out, and taken for lines of a process that had gone on."""
+    head = 'Traceback (most recent call last):\n  File "/home/ada/train.py", line 7, in <module>\n    load()\n'
+    (report,) = _told(f"{head}{last}\n")
+    assert report.confidence == "certain"
+    assert report.said[0].lines[3:] == tuple(last.splitlines())
+
+
 def test_a_consequence_before_its_cause_stays_one() -> None:
     lost = (
         '[rank0]: Traceback (most recent call last):\n[rank0]:   File "t.py", line 5, in main\n'

@@ -17,7 +17,7 @@ FRAME = Pattern(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in ?(?P<func
 
 _LONG = Pattern(
     r"NCCL [Ee]rror|HCCL error|error: Hccl|NPU (?:function )?error[,:]|waiting for$"
-    r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
+    r"|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: |^\d+ validation errors? for "
 )
 
 ANOTHERS = Pattern(

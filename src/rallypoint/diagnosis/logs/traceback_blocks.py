@@ -267,6 +267,7 @@ class Traceback(Block):
         below = not self._message[0] and (
             body.startswith("    ") or (self._tail == 1 and classify.recognised(body))
         )
+        below |= self._tail == len(self._message) and _INDENTED.match(body) is not None
         room = not self._blank and len(self._message) < MESSAGE_LINES
         long = room and (below or goes_on(self._message))
         if long and not ANOTHERS.match(body) and read_line.told_by(body) is None:
@@ -358,6 +359,9 @@ class Traceback(Block):
             self._kind, message, own, "\n".join(self._lines), call=_call(own), filename=filename
         )
 
+
+_INDENTED = Pattern(r'(?:\t|  )\s*(?!File "|\d+%\||[~^|+])\S')
+"""A further line of a message: no frame or marker of another traceback, no progress bar."""
 
 _CALLS = Pattern(
     r"torch/distributed/(?:distributed_c10d|rendezvous|utils)\.py$|torch/cuda/__init__\.py$|torch/nn/parallel/distributed\.py$"
