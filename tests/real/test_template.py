@@ -354,8 +354,11 @@ def test_a_thread_that_starts_with_python_is_not_told_of_torch(run: Run, write: 
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_module_whose_import_takes_long_is_named(run: Run, write: Write) -> None:
-    """Nothing was said of a module that hung as it was preloaded."""
+@pytest.mark.parametrize(("options", "times"), [((), 1), (("--quiet",), 0)])
+def test_a_module_whose_import_takes_long_is_named(
+    run: Run, write: Write, options: tuple[str, ...], times: int
+) -> None:
+    """Nothing was said of a module that hung as it was preloaded; and then also with --quiet."""
     write(
         "slow.py",
         "import sys, time\nif 'rallypoint' in sys.modules:\n    time.sleep(IMPORT_PATIENCE + 1)\n".replace(
@@ -363,9 +366,10 @@ def test_a_module_whose_import_takes_long_is_named(run: Run, write: Write) -> No
         ),
     )
     program = write("train.py", "print('done')\n")
-    result = run("-n", "2", "--preload", "json,slow", program, cwd=program.parent)
+    result = run("-n", "2", *options, "--preload", "json,slow", program, cwd=program.parent)
     assert result.rc == 0, result.everything
-    assert result.err.count("the template has been importing slow for 10 s") == 1, result.everything
+    line = "the template has been importing slow for 10 s"
+    assert result.err.count(line) == times, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
