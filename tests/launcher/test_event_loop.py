@@ -49,6 +49,22 @@ def test_what_is_due_in_years_keeps_nothing_waiting(loop: Loop) -> None:
     os.close(writer)
 
 
+def test_what_was_opened_first_is_called_first(loop: Loop) -> None:
+    """A batch system signals every process of a job. The launcher had its own signal as well, and
+    read it when it had reported that the ranks were killed by it.
+    """
+    called: list[str] = []
+    pipes = sorted(os.pipe() for _ in range(2))
+    for reader, writer in reversed(pipes):
+        loop.watch(reader, lambda fd=reader: called.append(os.read(fd, 99).decode()))  # type: ignore[misc]
+        os.write(writer, b"signal" if (reader, writer) == pipes[0] else b"end of a rank")
+    loop.turn()
+    assert called == ["signal", "end of a rank"]
+    for reader, writer in pipes:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_later_call_replaces_and_by_keeps_what_is_earlier(loop: Loop) -> None:
     loop.at("one", 1.0, lambda now: None)
     loop.at("one", 2.0, lambda now: None)

@@ -86,7 +86,9 @@ class Loop:
         soonest = min((when for when, _ in self._timers.values()), default=None)
         # a call of `launch` may have years; epoll counts milliseconds in 31 bits
         timeout = None if soonest is None else max(0.0, min(soonest - self.now, 1e6))
-        ready = [(fd, self._sources.get(fd)) for fd, _ in self._epoll.poll(timeout)]
+        # In the order in which they were opened: a signal to this process comes before the ends of
+        # the ranks that it was sent to as well.
+        ready = [(fd, self._sources.get(fd)) for fd, _ in sorted(self._epoll.poll(timeout))]
         for fd, source in ready:
             # An earlier one of the round may have closed it, and even given its number to somebody
             # else.
