@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from rallypoint.host import devices
 
 from .nodes import netns
+from .one_process import OneProcess
 from .python_path import TORCH_IN_PARTS, WITHOUT_TORCH, python_path
 
 # An example that takes long, or examples that are slowly found, tell of the machine, not of us.
@@ -160,3 +161,10 @@ def torch_in_parts_of_module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         _torch_in_parts(patch)
         yield
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
+    """Run programs that call `launch`, or import torch, one after the other in one process."""
+    with OneProcess(tmp_path_factory.mktemp("programs")) as process:
+        yield process

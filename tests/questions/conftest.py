@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ import pytest
 from ..one_process import DEADLINE, OneProcess, environment
 
 FOLDER = Path(__file__).parents[2] / "examples" / "questions"
-
-
-@pytest.fixture(scope="session")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
-    with OneProcess(tmp_path_factory.mktemp("questions")) as process:
-        yield process
 
 
 class Program:

@@ -17,7 +17,7 @@ def test_four_processes_add_to_one_tensor(program: Program) -> None:
     told, total = program("A1_four_processes_add_to_one_tensor.py")
     assert total == "total 40000"
     assert re.fullmatch(
-        r"Process-1 \(pid \d+\) died while it held the lock of SharedTensor int64 \(5,\), 40 bytes, so it may be half changed",
+        r"Process-\d+ \(pid \d+\) died while it held the lock of SharedTensor int64 \(5,\), 40 bytes, so it may be half changed",
         told,
     )
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import pytest
 
-from ..one_process import OneProcess
 from ..python_path import DIGITS_ALONE, TORCH_WITHOUT_COMPILER, python_path
 from .job import Result, run_job
 from .warm import WarmLauncher
@@ -80,13 +79,6 @@ def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLaun
     launcher = WarmLauncher(tmp_path_factory.mktemp("warm"), env)
     yield launcher
     launcher.close()
-
-
-@pytest.fixture(scope="session")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
-    """Run programs that call `launch`, or import torch, one after the other in one process."""
-    with OneProcess(tmp_path_factory.mktemp("programs")) as process:
-        yield process
 
 
 @pytest.fixture

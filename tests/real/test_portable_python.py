@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ..python_path import TORCH_IN_PARTS, python_path
+
 pytestmark = pytest.mark.torch
+
+PARTS = TORCH_IN_PARTS / "sitecustomize.py"
 
 LACKS = """
 import fcntl, os, signal, subprocess
@@ -36,9 +40,15 @@ os.posix_spawn = posix_spawn
 
 
 def run(folder: Path, *arguments: str, program: str) -> subprocess.CompletedProcess[str]:
-    (folder / "sitecustomize.py").write_text(LACKS)
+    whole = os.environ.get("RALLYPOINT_WHOLE_TORCH")
+    parts = "" if whole else f"import runpy; runpy.run_path({str(PARTS)!r})\n"
+    (folder / "sitecustomize.py").write_text(parts + LACKS)
     (folder / "program.py").write_text(textwrap.dedent(program))
-    environ = {**os.environ, "PYTHONPATH": str(folder), "XDG_STATE_HOME": str(folder / "state")}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": python_path(folder),
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

@@ -50,7 +50,7 @@ facts = {
     "bytecode": sys.dont_write_bytecode,
 }
 
-if os.environ.get("FACTS_OF_TORCH") != "no":
+if os.environ["RANK"] in os.environ.get("FACTS_OF_TORCH", "01"):
     import torch
 
     facts["torch threads"] = torch.get_num_threads()
