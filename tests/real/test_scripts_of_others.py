@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Run
-from .job import DEADLINE, Result, run_job
+from .conftest import Run, RunWarm
+from .job import DEADLINE, SCRIPTS, Result, run_job
 
 pytestmark = [
     pytest.mark.torch,
@@ -109,12 +109,18 @@ def test_fsdp(in_turn: Result) -> None:
 
 
 # A new interpreter reads and writes no file of this in another way (test_store_errors.py fails in one).
-@pytest.mark.parametrize("way", [(), ("--plain",)], ids=["template", "plain"])
-def test_what_record_wrote_is_read(run: Run, way: tuple[str, ...]) -> None:
+def test_what_record_wrote_is_read(run_warm: RunWarm) -> None:
     """The program shows its exception to nobody and leaves with code 1: only its error file says
     why.
     """
-    result = run(*way, "-n", "2", "recorded.py", "silent")
+    record_was_read(run_warm(SCRIPTS / "recorded.py", "silent"))
+
+
+def test_what_record_wrote_is_read_of_a_plain_job(run: Run) -> None:
+    record_was_read(run("--plain", "-n", "2", "recorded.py", "silent"))
+
+
+def record_was_read(result: Result) -> None:
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert result.report.startswith(
         "error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"
@@ -127,8 +133,8 @@ def test_what_record_wrote_is_read(run: Run, way: tuple[str, ...]) -> None:
     )
 
 
-def test_record_beside_an_exception_that_leaves(run: Run) -> None:
-    result = run("-n", "2", "recorded.py")
+def test_record_beside_an_exception_that_leaves(run_warm: RunWarm) -> None:
+    result = run_warm(SCRIPTS / "recorded.py")
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert result.report.startswith(
         "error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"

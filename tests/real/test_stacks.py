@@ -26,7 +26,7 @@ from rallypoint.launcher.agent import query_socket
 from rallypoint.launcher.agent.process_handles import EVIDENCE_KEPT, RankHandle
 from rallypoint.record import run_list
 
-from .conftest import Write
+from .conftest import RunWarm, Write
 from .job import DEADLINE, Result, environment, run_job
 
 pytestmark = pytest.mark.usefixtures("torch_in_parts")
@@ -326,6 +326,7 @@ def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(
     assert "train.py:2" not in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> None:
     def act(process: subprocess.Popen[bytes]) -> None:
         found = wait_for_sentence(tmp_path, "rank 0 runs another program")
@@ -590,7 +591,7 @@ finally:
 
 @pytest.mark.torch
 def test_a_rank_that_trains_on_in_an_except_clause_is_not_blamed_for_another(
-    tmp_path: Path, write: Write
+    run_warm: RunWarm, write: Write
 ) -> None:
     program = """\
 import os
@@ -618,8 +619,7 @@ try:
 except KernelMissing:
     train(kernel=False)
 """
-    script = write("train.py", program)
-    result = run_job(["-n", "2", script.name], state=tmp_path, cwd=script.parent)
+    result = run_warm(write("train.py", program))
     reports = json.loads((result.run_dir / "report.json").read_text())
     told = [(one["code"], one["ranks"], one["headline"]) for one in reports]
     assert told == [("rank-raised", [0], "rank 0 raised ValueError: bad batch")], result.everything

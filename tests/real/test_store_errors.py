@@ -162,8 +162,9 @@ def test_where_a_rank_was_that_left_after_it_had_used_the_store(
     assert re.search(rf"^  where  {where}$", result.report, re.MULTILINE), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_where_a_rank_of_a_plain_job_was_is_not_known(run: Run, write: Write) -> None:
-    folder = write("train.py", LEAVES.replace("JOINS", "True")).parent
+    folder = write("train.py", LEAVES.replace("JOINS", "False")).parent
     result = run("--plain", "-n", "2", "train.py", cwd=folder)
     assert (result.rc, result.codes) == (3, ["rank-exited"]), result.everything
     assert re.search(r"^  where  pid \d+$", result.report, re.MULTILINE), result.everything
