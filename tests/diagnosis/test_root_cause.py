@@ -3885,6 +3885,14 @@ def test_a_store_that_too_few_have_joined_has_the_right_size() -> None:
             "init_process_group",
             False,
         ),
+        (
+            "RuntimeError",
+            "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+            "",
+            True,
+        ),
+        ("RuntimeError", "Rank 0 exhausted all inputs.", "", False),
+        ("asyncio.exceptions.IncompleteReadError", "0 bytes read on a total of 4", "", True),
     ],
 )
 def test_what_is_a_consequence(kind: str, message: str, call: str, expected: bool) -> None:

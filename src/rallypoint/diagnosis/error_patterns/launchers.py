@@ -22,9 +22,10 @@ LOST = Pattern(
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost|LocalRayletDied)Error\b"
     r"|\bEngineDeadError\b|(?:WorkerProc|Engine core) initialization failed"  # vLLM
     r"|^ray\.tune\.error\.TuneError: |\bFailed to meet rendezvous\b"  # Ray Tune, torch_xla
+    r"|Detected at least one rank that exhausted inputs"  # torch's Join
 )
-"""Exceptions that Horovod, Ray, vLLM, torch_xla and torchrun's rendezvous raise in those that are
-left when another one has gone.
+"""Exceptions that Horovod, Ray, vLLM, torch_xla, Join and torchrun's rendezvous raise in those that
+are left when another one has gone.
 """
 
 WAITED = Pattern(

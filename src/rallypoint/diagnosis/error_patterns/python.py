@@ -78,6 +78,7 @@ BARE_TYPES = (
     "ConnectionRefusedError",
     "BrokenPipeError",
     "EOFError",
+    "IncompleteReadError",
 )
 OF_WEB = Pattern(r"https?://|HTTPS?Connection|\bon the Hub\b")
 """Words about a connection that went to no rank."""
