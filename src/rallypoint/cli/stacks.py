@@ -87,9 +87,8 @@ def _is_of_job(path: str, other: str) -> bool:
     """Tell whether two run folders are those of two nodes of one job."""
     from rallypoint.record import run_list
 
-    names = (run_list.name_of(path), run_list.name_of(other))
-    jobs = [os.path.dirname(name) for name in names]
-    return bool(jobs[0]) and jobs[0] == jobs[1]
+    job = os.path.dirname(run_list.name_of(path))
+    return bool(job) and job == os.path.dirname(run_list.name_of(other))
 
 
 def _is_elsewhere(path: str) -> bool:

@@ -263,11 +263,10 @@ class Traceback(Block):
         if not body.strip():
             self._blank += 1
             return self._blank <= 3
-        # A message that begins on the line after its type: indented, or in words that are known.
-        below = not self._message[0] and (
-            body.startswith("    ") or (self._tail == 1 and classify.recognised(body))
+        # A message goes on in lines that are indented; below a bare type also in words that are known.
+        below = self._tail == len(self._message) and (
+            _INDENTED.match(body) or (self._message == [""] and classify.recognised(body))
         )
-        below |= self._tail == len(self._message) and _INDENTED.match(body) is not None
         room = not self._blank and len(self._message) < MESSAGE_LINES
         long = room and (below or goes_on(self._message))
         if long and not ANOTHERS.match(body) and read_line.told_by(body) is None:
