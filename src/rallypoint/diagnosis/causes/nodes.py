@@ -51,7 +51,7 @@ def lost(case: Case, standing: Sequence[RankEvidence]) -> Report:
         likely(case) if any(_shown(node) in _OPEN for node in nodes) else case,
         "node-lost",
         f"{_subject(nodes)} lost{_clock_time(job, min(node.at for node in nodes))}",
-        why="they fell silent in different ways" if more else why,
+        why="they fell silent" if more else why,
         evidence=(*listed(lines), *whereabouts(job, seen, case.root)),
         help=_help(nodes[0]),
         ranks=tuple(rank for node in nodes for rank in node.ranks),
