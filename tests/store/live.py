@@ -22,7 +22,7 @@ from rallypoint.store.address import FORWARDED
 
 from ..warm_python import WarmPopen
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 """Seconds within which what is to come comes, on a busy machine."""
 
 
