@@ -118,8 +118,12 @@ class Reporter:
         self._events.write(Event(self._clock.elapsed(), what, rank, because, details))
 
     def begin_attempt(self, number: int, because: str) -> None:
-        """Begin the record of an attempt; reports so far are an earlier one's."""
+        """Begin the record of an attempt; reports so far are an earlier one's. A caller of `launch`
+        has no exception that tells of them.
+        """
         self.event("attempt-started", because=because, attempt=number)
+        for report in self._reports if self._plan.task is not None else ():
+            self._console.say(f"rallypoint: {report.headline}, {report.where}")
         self._earlier, self._reports = self.reports, ()
         self._error_files, self.told = {}, set()
 
