@@ -23,7 +23,9 @@ def main() -> int:
     """Arguments from the command line; the exit status."""
     from rallypoint.cli.main import main as command
 
-    return command()
+    status = command()
+    gc.freeze()  # or the interpreter, at its end, looks for garbage in all that was imported
+    return status
 
 
 if __name__ == "__main__":
