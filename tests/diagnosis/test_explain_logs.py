@@ -414,6 +414,7 @@ def test_a_model_that_differs_is_told_as_one() -> None:
     "words",
     [
         "Cannot access accelerator device when none is available.",  # model.to(local_rank)
+        "FSDP needs a non-CPU accelerator device, but no accelerator device is detected.",
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
         "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
         "Could not run 'aten::empty.memory_format' with arguments from the 'CUDA' backend. This",

@@ -60,7 +60,7 @@ CAUSES = {
         r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
         r"|Found no NVIDIA driver|no attribute '_cuda_"
         r"|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
-        r"|Cannot access accelerator device when none is|Attempting to deserialize object on "
+        r"|Cannot access accelerator device when none is|FSDP needs a non-CPU accelerator|Attempting to deserialize object on "
         r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs"
         r"|^Invalid device id$"  # torch.nn.DataParallel
         r"|You requested gpus?: \[[\d, ]*\](?:\s|\\n)+But your machine only has: "  # Lightning
