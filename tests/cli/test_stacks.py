@@ -122,7 +122,7 @@ def test_of_a_job_on_several_nodes_that_of_this_machine_is_asked(
         launchers.hold(state / "a-job" / f"node{node}", "door", host, "0")
         os.utime(state / "a-job" / f"node{node}" / "plan.json", (1.0, 1.0 + node))
     for words in ((), ("a-job",), ("a-job/node1",)):
-        assert stacks.chosen(words)[0] == str(state / "a-job" / "node1")
+        assert stacks.chosen(words) == (str(state / "a-job" / "node1"), ())
     with pytest.raises(EnvironmentProblem) as refused:
         stacks.ask(str(state / "a-job" / "node2"))
     assert refused.value.headline == f"job a-job/node2 runs on gpu03, and this is {here}"

@@ -55,8 +55,9 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
     # of its ranks, and in port-in-use.
     for run in running:
         known = run.job, past_run.read(run.path).plan.job
-        if not word or word in known or folder == os.path.realpath(run_list.job_folder(run.path)):
-            others = (one.job for one in running[1:] if not _is_of_job(one.path, run.path))
+        job = run_list.job_folder(run.path)
+        if not word or word in known or folder == os.path.realpath(job):
+            others = (one.job for one in running[1:] if run_list.job_folder(one.path) != job)
             return run.path, () if word else tuple(others)
     if not word or not os.path.isdir(word):
         _refuse_without_folder(word)
@@ -81,14 +82,6 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
             help=(("see how it ended", f"rallypoint show {shlex.quote(word)}"),),
         )
     return path, ()
-
-
-def _is_of_job(path: str, other: str) -> bool:
-    """Tell whether two run folders are those of two nodes of one job."""
-    from rallypoint.record import run_list
-
-    job = os.path.dirname(run_list.name_of(path))
-    return bool(job) and job == os.path.dirname(run_list.name_of(other))
 
 
 def _is_elsewhere(path: str) -> bool:
