@@ -132,7 +132,7 @@ def test_the_family_is_ended(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_who_cleans_up_after_the_family_ends_by_itself(child: subprocess.Popen[bytes]) -> None:
-    """Torch's manager of shared memory removes it 2 s after its last user, and was killed before."""
+    """Torch's manager of shared memory removes it 2 s after its last user; it was killed."""
     environment = dict([MARKER.split("=", 1)])
     with subprocess.Popen(
         ["torch_shm_manager"], executable="/bin/cat", stdin=subprocess.PIPE, env=environment

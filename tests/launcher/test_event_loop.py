@@ -55,8 +55,12 @@ def test_what_was_opened_first_is_called_first(loop: Loop) -> None:
     """
     called: list[str] = []
     pipes = sorted(os.pipe() for _ in range(2))
+
+    def watch(reader: int) -> None:
+        loop.watch(reader, lambda: called.append(os.read(reader, 99).decode()))
+
     for reader, writer in reversed(pipes):
-        loop.watch(reader, lambda fd=reader: called.append(os.read(fd, 99).decode()))  # type: ignore[misc]
+        watch(reader)
         os.write(writer, b"signal" if (reader, writer) == pipes[0] else b"end of a rank")
     loop.turn()
     assert called == ["signal", "end of a rank"]

@@ -294,7 +294,7 @@ class RankHandle:
         return stacks.main_frames(self.answer())
 
     def signal_group(self, name: str, now: float) -> None:
-        """Signal its whole group, SIGKILL itself alone, and remember where its main thread stood."""
+        """Signal its whole group (SIGKILL: it alone), and remember where its main thread stood."""
         # On a busy machine it may still be on its way back from answering where it is: then it
         # counts where it stood before.
         self._place = process_status.main_thread_place(self.pid) or self._stood
