@@ -145,7 +145,7 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
     elif by_signal:
         helps.clear()
         evidence.append(
-            "rallypoint ends it with no signal while a job runs, so the signal came from outside"
+            "rallypoint ends it with no signal while a job runs, so another process sent the signal"
         )
     elif memory.address_space:
         evidence.append(resources.may_map(memory))
