@@ -115,6 +115,17 @@ def test_another_traceback_than_the_one_that_is_told() -> None:
     joint = "During handling of the above exception, another exception occurred:"
     assert tracebacks.other_traceback([*child, "", joint, "", *own], told) == ""
     assert tracebacks.other_traceback([*own, "Traceback (most recent call last):"], told) == ""
+    assert tracebacks.other_traceback(["--- Logging error ---", *child[1:], *own], told) == ""
+
+
+def test_another_traceback_of_a_child_that_torch_marks() -> None:
+    """A DataLoader's worker of a program without a main guard: its words were not told."""
+    start = "An attempt has been made to start a new process before the"
+    child = ["Traceback (most recent call last):", "RuntimeError: ", f"        {start}"]
+    marked = [f"[rank0]: {line}" for line in child]
+    told = "Traceback (most recent call last):\nRuntimeError: DataLoader worker exited unexpectedly"
+    assert tracebacks.other_traceback(marked, told) == f"RuntimeError: {start}"
+    assert tracebacks.other_traceback(marked, "\n".join(child)) == ""
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ _EXPLAIN = Pattern(
 )  # the last line that Python shows of an error of ours
 _TRACEBACK = "Traceback (most recent call last):"
 # Python goes on after it
-IGNORED = Pattern(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
+IGNORED = Pattern(
+    r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs|--- Logging error ---)"
+)
 # what Hydra, and CUDA's errors in torch, say below any exception
 _CLOSING = Pattern(
     r"Set the environment variable HYDRA_FULL_ERROR|(?:CUDA|HIP) kernel errors might|For debugging consider"
@@ -183,14 +185,20 @@ def other_traceback(lines: Sequence[str], than: str) -> str:
     """Return the last line of the first traceback in these lines that is not in this text, "" for
     none. A child of `multiprocessing` or the thread of a queue printed it, or it was handled.
     """
+    lines = [_RANK.sub("", line) for line in lines]
     for i, line in enumerate(lines):
         if line == _TRACEBACK and not (i and IGNORED.match(lines[i - 1])):
             rest = lines[i + 1 :]
             at = next((n for n, one in enumerate(rest) if one and not one.startswith(" ")), 0)
             goes_on = {*rest[at + 1 : at + 4]} & {_DURING, _DIRECTLY.strip()}
             named = rest and not goes_on and _EXCEPTION.match(rest[at])
-            if named and _bare(rest[at])[:100] not in _bare(than):  # either may be cut
-                return rest[at]
+            last = (
+                " ".join(map(str.strip, rest[at : at + 1 + rest[at].endswith(": ")]))
+                if named
+                else ""
+            )
+            if named and _bare(last)[:100] not in _bare(than):  # either may be cut
+                return last
     return ""
 
 

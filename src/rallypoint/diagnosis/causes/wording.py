@@ -79,6 +79,9 @@ def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
     """Return the first line of a message that has words, cut to fit a headline. One that ends with a
     colon says what is wrong in the next.
     """
+    # torch.load says it below advice to load the file all the same
+    if unread := message.partition("WeightsUnpickler error:")[2].strip():
+        message = f"Weights only load failed: {unread}"
     lines = filter(None, map(str.strip, message.splitlines()))
     line = next(lines, "").removeprefix(": ")
     return shortened(f"{line} {next(lines, '')}".rstrip() if line.endswith(":") else line, most)
