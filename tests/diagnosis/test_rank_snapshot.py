@@ -203,6 +203,18 @@ def test_different_collectives_are_a_mismatch_when_nobody_is_elsewhere() -> None
     assert rank_snapshot.as_data(found)["code"] == "collective-mismatch"
 
 
+def test_a_rank_that_has_not_joined_is_in_no_other_collective() -> None:
+    """Gloo lets a rank through that reaches all others, while these do not reach each other: behind
+    a firewall between two nodes.
+    """
+    joining = in_collective("init_process_group", 9)
+    found = job(at(0, REDUCE, since=8.0), at(1, joining, since=8.0), at(2, joining, since=8.0))
+    assert rank_snapshot.mismatch(found) is None
+    report = rank_snapshot.stalled(found, 60.0)
+    assert report.code == "job-stalled"
+    assert "ranks 1-2 wait in init_process_group at train.py:9" in report.headline
+
+
 def test_the_same_collective_on_different_lines_is_possible_only() -> None:
     wrong = rank_snapshot.mismatch(
         job(at(0, REDUCE, since=800.0), at(1, in_collective("all_reduce", 50), since=800.0))

@@ -69,6 +69,7 @@ RECEIVING = (
     Frame(f"{TORCH}/distributed_c10d.py", 2700, "recv", "work.wait()"),
 )
 BARRIER = (MAIN, Frame(f"{TORCH}/distributed_c10d.py", 5120, "barrier", "work.wait()"))
+JOINING = (MAIN, Frame(f"{TORCH}/distributed_c10d.py", 1899, "init_process_group", "_new_group()"))
 IN_FINALLY = (
     Frame("/home/ada/exp/train.py", 122, "<module>", "dist.barrier()"),
     Frame(f"{TORCH}/distributed_c10d.py", 5120, "barrier", "work.wait()"),
@@ -1853,6 +1854,18 @@ HISTORIES = [
         "ranks-missing",
         (2,),
         "ranks 0-1 waited in init_process_group until the timeout; rank 2 never came",
+        "likely",
+    ),
+    History(  # two that do not reach each other, as behind a firewall; rank 0 reaches both
+        "two-are-still-in-the-call-that-the-waiting-rank-has-left",
+        job(
+            waited(0, TIME_IS_UP, call="all_reduce", phase="running", frames=ALL_REDUCE),
+            rank(1, phase="joining", phase_at=0.3, stack=JOINING),
+            stopped(2, JOINING, phase="joining", phase_at=0.3),
+        ),
+        "ranks-missing",
+        (1, 2),
+        "rank 0 waited in all_reduce until the timeout; ranks 1-2 never came",
         "likely",
     ),
     History(

@@ -323,7 +323,8 @@ def mismatch(standing: Standing) -> Mismatch | None:
     elsewhere may be the one that all wait for. The same collective on different lines is often
     right (`broadcast` in both branches of an `if rank == 0`), and so is a different one in a group
     of some ranks only; what makes it suspicious is that nobody goes on. So it is never certain:
-    stacks are seen here, not groups.
+    stacks are seen here, not groups. Ranks in `init_process_group` may look for each other, while
+    gloo has let through one that reaches all.
     """
     living = [
         group for group in groups(standing) if group.first.missing not in ("ended", "not started")
@@ -333,7 +334,7 @@ def mismatch(standing: Standing) -> Mismatch | None:
     own = [group.frames[stacks.own_index(group.frames)] for group in living]
     names = [group.waits_in for group in living]
     calls = {(name, at.file, at.line) for name, at in zip(names, own, strict=True)}
-    if len(calls) < 2:
+    if len(calls) < 2 or "init_process_group" in names:
         return None
     long = all((group.stands_for or 0.0) >= SURELY for group in living)
     return Mismatch(tuple(living), "likely" if long and len(set(names)) > 1 else "possible")
