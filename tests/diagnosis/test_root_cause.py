@@ -4150,6 +4150,22 @@ def test_texts_of_a_report_are_found_once_and_not_for_each_rank(
     assert asked < 50
 
 
+def test_what_torch_load_could_not_read_is_in_the_headline() -> None:
+    """Only torch's advice was, to load with weights_only=False: this was a pointer of git-lfs."""
+    message = (
+        "Weights only load failed. In PyTorch 2.6, we changed the default value of the `weights_only` "
+        "argument in `torch.load` from `False` to `True`. Re-running `torch.load` with `weights_only` "
+        "set to `False` will likely succeed.\nPlease file an issue with the following so that we can "
+        "make `weights_only=True` compatible with your use case: WeightsUnpickler error: \n\n"
+        "Unsupported operand 118\n\nCheck the documentation of torch.load to learn more.\n"
+    )
+    error = raised("_pickle.UnpicklingError", message, (MAIN,))
+    [report] = diagnose(job(rank(0, 1, raised=error), rank(1)))
+    assert report.headline == (
+        "rank 0 raised _pickle.UnpicklingError: Weights only load failed: Unsupported operand 118"
+    )
+
+
 @pytest.mark.parametrize(("finished", "code"), [(4.8, "rank-left-early"), (9.8, "cause-unknown")])
 def test_a_rank_that_ran_on_after_the_loss_is_not_its_reason(finished: float, code: str) -> None:
     """One that lost its peer at 5 s and saved its state until 20 s blamed who ended well at 10 s."""
