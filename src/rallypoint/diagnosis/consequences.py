@@ -377,7 +377,7 @@ def _unknown(scene: Scene) -> Report:
 
 def different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame]]:
     """Return by rank the collective that it stood in or that its error left, and the program's
-    line; {} when any was elsewhere, still joined, or all in one.
+    line; {} when any was elsewhere or in init_process_group, or all were in one.
 
     The error's own name for the call is not enough: of `all_gather_object` torch names the
     `all_gather` inside.

@@ -627,7 +627,7 @@ class LogPump:
             self._submit(lambda: self._say_now(text), ordered=False)
 
     def _say_below(self, text: str) -> None:
-        for stream in self._streams.values():
+        for stream in self._streams.values() if not self._closed else ():
             self._show(stream, stream.splitter.expire(self._clock.monotonic(), all=True))
         self._say_now(text)
 
