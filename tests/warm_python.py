@@ -33,6 +33,9 @@ _CLONE_NEWNS = 0x20000
 
 _PATH = os.environ.get("PYTHONPATH", "")  # before a test has set its own
 
+_ROOM = 16_384
+"""Bytes for the variables of a process, as others see them in /proc."""
+
 _LARGEST = 150_000
 """Bytes of a message: what a Unix socket takes at once."""
 
@@ -84,7 +87,7 @@ class _WarmPython:
                 [sys.executable, __file__],
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": _PATH},
+                env={**os.environ, "PYTHONPATH": _PATH, "ROOM": "-" * _ROOM},
                 start_new_session=True,
             )
 
@@ -176,6 +179,7 @@ def _enter(asked: Mapping[str, Any]) -> None:
         Path(asked["quota"], "cgroup.procs").write_text(str(os.getpid()))
     os.environ.clear()
     os.environ.update(asked["env"])
+    _show_variables()
     os.chdir(asked["cwd"])
     if asked["mounts"]:
         if _LIBC.unshare(_CLONE_NEWNS) != 0:
@@ -187,6 +191,16 @@ def _enter(asked: Mapping[str, Any]) -> None:
     if any(Path(folder, "sitecustomize.py").exists() for folder in folders):
         sys.modules.pop("sitecustomize", None)
         import_module("sitecustomize")
+
+
+def _show_variables() -> None:
+    """Put the variables where /proc/PID/environ has those of the process that was forked. Nothing
+    reads them there any more: each has been set anew.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    told = b"".join(b"%s=%s\0" % one for one in os.environb.items())[: end - start]
+    ctypes.memmove(start, told.ljust(end - start, b"\0"), end - start)
 
 
 def _run(words: list[str]) -> None:

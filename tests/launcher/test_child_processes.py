@@ -7,11 +7,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ..real.job import DEADLINE, run_job
+from ..real import job
+from ..real.job import DEADLINE
+
+run_job = partial(job.run_job, fork=True)
 
 FAILING = """\
 import multiprocessing, os, signal

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import py_compile
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ..real.job import Result, run_job
+from ..real import job
+from ..real.job import Result
+
+run_job = partial(job.run_job, fork=True)
 
 PARSER = """\
 import argparse, os, sys

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..warm_python import WarmPopen
+
 SCRIPTS = Path(__file__).parent / "scripts"
 # `-P`: as the installed command, which has its own folder in sys.path[0] and not the working
 # directory.
@@ -171,18 +173,21 @@ def run_job(
     before: Callable[[], None] | None = None,
     pass_fds: Sequence[int] = (),
     errors: str = "replace",
+    fork: bool = False,
     act: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> Result:
     """Run a job to its end. Fails when it takes longer than `timeout` (then it is killed), or when
     a process of it is left.
 
     `act` is called once with the running launcher; `before` runs in the child before the launcher
-    (umask, signals).
+    (umask, signals). `fork`: the launcher is a fork of a warm Python, for tests to which it is the
+    same how it begins.
     """
     marker = uuid.uuid4().hex
     began = time.monotonic()
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    process = subprocess.Popen(
+    popen: type[subprocess.Popen[Any]] = WarmPopen if fork else subprocess.Popen
+    process = popen(
         [*launcher, *map(str, arguments)],
         stdin=subprocess.DEVNULL if data is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
