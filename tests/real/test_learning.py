@@ -66,6 +66,7 @@ def start(tmp_path: Path, write: Write) -> Start:
             ["-n", "2", *options, program],
             state=tmp_path / "state",
             env={"PYTHONPATH": paths, **env},
+            fork=True,
             cwd=tmp_path,
         )
 
