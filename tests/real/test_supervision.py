@@ -700,6 +700,8 @@ def test_shared_memory_of_torchs_manager_is_unlinked(tmp_path: Path, ends: str) 
         "torch.multiprocessing.set_sharing_strategy('file_system')\n"
         "block = torch.zeros(9).share_memory_()\n"
         "print(block.untyped_storage()._share_filename_cpu_()[1].decode())\n"
+        "import rallypoint\n"
+        "rallypoint.connect().barrier('both are made', 2)\n"
         "assert sys.argv[1] == 'well'\n"
     )
     result = run_job(["-n", "2", program, ends], state=tmp_path)
