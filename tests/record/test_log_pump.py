@@ -632,18 +632,6 @@ def test_our_own_line_comes_after_what_the_ranks_had_written(rigs: Callable[...,
     assert len(shown) == 200 * 21
 
 
-def test_our_own_line_comes_after_unfinished_ones(rigs: Callable[..., Rig]) -> None:
-    """A prompt that nobody could answer stood below the report on it."""
-    rig = rigs(2)
-    fd = rig.rank(0, "stderr")
-    write(fd, b"overwrite? [y/N] ")
-    rig.pump.say("error: nobody is there")
-    assert rig.pump.settle(SOON)
-    os.close(fd)
-    assert rig.result()[1] == b"[0] overwrite? [y/N] \nerror: nobody is there\n"
-    assert rig.log(0) == b"overwrite? [y/N] \n"
-
-
 def test_a_pipe_attached_between_two_words_is_read_between_them(tmp_path: Path) -> None:
     read, fd = os.pipe()
     pump = LogPump("", (0, 1), stdout_fd=fd, stderr_fd=fd)

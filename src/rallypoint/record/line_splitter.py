@@ -84,9 +84,9 @@ class LineSplitter:
         self._pending = b""
         return pieces + self._wait(rest, now)
 
-    def expire(self, now: float, *, all: bool = False) -> list[Piece]:
-        """Return what has waited long enough by now; `all`: whatever waits."""
-        if self.due is None or (now < self.due and not all):
+    def expire(self, now: float) -> list[Piece]:
+        """Return what has waited long enough by now."""
+        if self.due is None or now < self.due:
             return []
         self.due = None
         if b"\r" not in self._pending:

@@ -275,8 +275,8 @@ class LogPump:
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own on stderr, after everything the ranks had written by
-        now, unfinished lines included, on a line of its own."""
-        self._submit(lambda: self._say_below(text))
+        now, on a line of its own."""
+        self._submit(lambda: self._say_now(text))
 
     def live(self, text: str | None) -> None:
         """Show the row at the bottom of a terminal that is rewritten in place; None removes it.
@@ -625,11 +625,6 @@ class LogPump:
             self._say_now(text)
         else:
             self._submit(lambda: self._say_now(text), ordered=False)
-
-    def _say_below(self, text: str) -> None:
-        for stream in self._streams.values() if not self._closed else ():
-            self._show(stream, stream.splitter.expire(self._clock.monotonic(), all=True))
-        self._say_now(text)
 
     def _say_now(self, text: str) -> None:
         if self._stderr.fd is not None:
