@@ -37,11 +37,21 @@ from .situations import (
     take,
 )
 
+# A handler that raises between the making of a socket and the name for it: Python closes it then.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
 LARGE = b"x" * (32 << 20)
 """More than the buffers of any socket."""
 
 TTL = 6 * LONG
 """Seconds of leases: what depends on a sign of life, or on their end, is too late."""
+
+
+@pytest.fixture(autouse=True)
+def _garbage_of_this_test() -> Iterator[None]:
+    """Collect it here: in a test of another file the same warning would be an error."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
@@ -100,8 +110,6 @@ def test_ctrl_c_in_a_call_to_a_frozen_server(
         assert store.statistics()["sessions"] == 1
 
 
-# A handler that raises between the making of a socket and the name for it: Python closes it then.
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError, OSError])
 def test_an_oserror_of_a_handler_is_never_taken_for_the_sockets(
     store: Store, error: type[OSError]

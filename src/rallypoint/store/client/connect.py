@@ -100,7 +100,7 @@ def dial(
     for each connection.
 
     Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal
-    handler raises.
+    handler raises: by Python, where that happens between the making of a socket and its name.
     """
     open_socket = open_socket or probe.connecting
     places, failures = _places(addresses, deadline, clock)
