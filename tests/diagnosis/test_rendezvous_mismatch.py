@@ -413,6 +413,16 @@ def test_all_are_there_and_were_not_told_the_same() -> None:
     )
 
 
+def test_spawned_processes_are_not_started_by_an_option_of_the_launcher() -> None:
+    larger = msgspec.structs.replace(MEETS, world_size=4, address="127.0.0.1:29501")
+    ranks = [
+        evidence(rank, msgspec.structs.replace(larger, rank=rank), phase_at=12.0) for rank in (0, 1)
+    ]
+    for spawned, advice in ((False, "-n 4"), (True, "nprocs=4")):
+        said = rendezvous_mismatch.lines(ranks, [0, 1], {}, 2, 42.0, spawned=spawned)
+        assert advice in said[1]
+
+
 def test_all_are_there_and_one_has_tried_before() -> None:
     ranks = [
         evidence(rank, msgspec.structs.replace(MEETS, world_size=2, turn=rank), phase_at=12.0)

@@ -329,19 +329,22 @@ def lines(
     now: float,
     root: str = "",
     named: Callable[[Iterable[int]], str] = ranks_phrase,
+    *,
+    spawned: bool = False,
 ) -> tuple[str, ...]:
     """Return the roll call: who waits, and where those are who have not come. The first line is a
     sentence; () when nobody waits.
 
     `waiting`: ranks that are inside init_process_group. `states`: of ranks that did not tell where
     they are, why ("stopped (SIGSTOP)"). `now`: seconds since the job's start. `root`: the folder
-    that paths are shown relative to, with a "/" at its end. `named`: how ranks are called.
+    that paths are shown relative to, with a "/" at its end. `named`: how ranks are called. `spawned`: they are
+    processes that the program has started with mp.spawn.
     """
     by_rank = {rank.rank: rank for rank in ranks}
     inside = _met(by_rank[number] for number in waiting)
     together = [(rank, at) for rank, at in inside if whole(at, world_size)]
     elsewhere = [(rank, at) for rank, at in inside if not whole(at, world_size)]
-    said = _partial(inside, now, world_size)
+    said = _partial(inside, now, world_size, spawned=spawned)
     if together:
         missing = [by_rank[number] for number in absent(ranks, waiting, world_size)]
         places = _places(missing, states, now, root, named)
@@ -364,7 +367,7 @@ def _waits(who: str, ranks: Sequence[RankEvidence], now: float) -> str:
 
 
 def _partial(
-    inside: Sequence[tuple[RankEvidence, Meeting]], now: float, world_size: int
+    inside: Sequence[tuple[RankEvidence, Meeting]], now: float, world_size: int, *, spawned: bool
 ) -> list[str]:
     """Return a line for each group of some ranks, or of more than this job has: who of them
     came.
@@ -381,9 +384,13 @@ def _partial(
         said.append(f"{waits}, for a group of {size} ({_asked(came[0].meeting)}){nobody}")
         if size > world_size:
             has = f"this job has {world_size} rank{'s' * (world_size != 1)}"
-            said.append(
-                f"  {has}: start {size} of them (-n {size}), and leave rank= and world_size= out"
-            )
+            start = f"start {size} of them (-n {size}), and leave rank= and world_size= out"
+            if spawned:
+                has = f"the program has spawned {world_size}"
+                start = (
+                    f"give mp.spawn nprocs={size}, or init_process_group world_size={world_size}"
+                )
+            said.append(f"  {has}: {start}")
     return _few(said)
 
 

@@ -90,7 +90,9 @@ def call_roll(job: Job, because: str) -> None:
     def say(now: float) -> None:
         seen = looking.result if looking is not None else None
         if job.is_running:
-            lines = job.evidence.roll_call(job.members, job.size, question.asked, seen)
+            lines = job.evidence.roll_call(
+                job.members, job.size, question.asked, seen, spawned=bool(job.spawned)
+            )
             if lines:
                 job.reporter.report_roll_call(lines, because)
 

@@ -118,12 +118,14 @@ class EvidenceGatherer:
         size: int,
         asked: Sequence[RankHandle],
         seen: Reached | None,
+        *,
+        spawned: bool,
     ) -> tuple[str, ...]:
         """Return lines that say which of `size` ranks wait in init_process_group, and where the
         others are.
 
         () when no rank waits any more, or a person is at a debugger, which the stacks of those
-        `asked` show. `seen`: what is at their meeting point.
+        `asked` show. `seen`: what is at their meeting point. `spawned`: mp.spawn has started them.
         """
         here, states = positions(ranks, asked)
         if any(stacks.debugged(one.stack) for one in here):
@@ -132,7 +134,8 @@ class EvidenceGatherer:
             self._plan.program.target, [frame for one in here for frame in one.stack]
         )
         waiting = [handle.rank for handle in ranks if handle.waiting]
-        lines = rendezvous_mismatch.lines(here, waiting, states, size, self._clock.elapsed(), root)
+        now = self._clock.elapsed()
+        lines = rendezvous_mismatch.lines(here, waiting, states, size, now, root, spawned=spawned)
         if lines and seen is not None and reachability.explains(seen):
             there = [one.meeting for one in here if reachability.waits_at(one, seen)]
             line = next((meeting.line for meeting in there if meeting is not None), "")
