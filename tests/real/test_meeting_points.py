@@ -543,3 +543,18 @@ def test_a_rank_that_leaves_before_the_meeting(run_warm: RunWarm, write: Write) 
     ):
         assert fact in result.report, result.everything
     assert result.seconds < SOON
+
+
+@pytest.mark.parametrize("store", ["dist.HashStore()", "dist.PrefixStore('a', dist.HashStore())"])
+def test_a_store_that_no_other_process_sees_is_refused(
+    run_warm: RunWarm, write: Write, store: str
+) -> None:
+    """Each rank waited in its own until the timeout, and then for an unknown cause."""
+    program = write(
+        "train.py",
+        "import os\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
+        f"dist.init_process_group('gloo', store={store}, rank=rank, world_size=2)\n",
+    )
+    result = run_warm(program)
+    assert (result.rc, result.codes) == (1, ["address-differs"]), result.everything
+    assert "  where  train.py:4 in <module>" in result.report, result.everything

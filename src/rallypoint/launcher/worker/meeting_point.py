@@ -54,6 +54,7 @@ class HeldPoint:
         """
         meeting = self._by_another_name(self._described(given, frame))
         self._check(meeting)
+        _check_store(given.get("store"), meeting)
         return msgspec.structs.replace(meeting, timeout=_patience(given, meeting))
 
     def _described(self, given: dict[str, Any], frame: FrameType | None) -> Meeting:
@@ -211,6 +212,21 @@ class HeldPoint:
                     ("or leave out init_method: the launcher's own meeting point needs no file", ""),
                 ),
             )  # fmt: skip
+
+
+def _check_store(store: object, meeting: Meeting) -> None:
+    """Raise for a store that no other process sees, behind a PrefixStore or not."""
+    private = type(getattr(store, "underlying_store", store)).__name__ == "HashStore"
+    # Groups of a test's threads have a backend of their own.
+    if private and meeting.world_size > 1 and meeting.backend.lower() in ("", "gloo", "nccl"):
+        raise UsageError(
+            "address-differs", f"a HashStore cannot bring ranks together: each of the {meeting.world_size} processes has its own",
+            why=(f"given at {meeting.line}",),
+            help=(
+                ("leave store= out: rallypoint sets MASTER_ADDR and MASTER_PORT", ""),
+                ("or give every rank the job's store", "store=rallypoint.connect().c10d()"),
+            ),
+        )  # fmt: skip
 
 
 def age_before(written: float, began: float, now_there: float, now: float) -> float:
