@@ -363,6 +363,17 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
     assert report.help[0].command == f"rallypoint show {folder}"
 
 
+def test_our_own_report_as_json_is_read_like_its_text() -> None:
+    report = Report(
+        "rank-raised", "rank 1 raised ValueError: x", logs=("/state/runs/a1/rank1.log:7",)
+    )
+    (told,) = _told(f"[0] step 3\n{render.json([report])}\n")
+    assert (told.code, told.headline) == (report.code, report.headline)
+    assert told.help[0].command == "rallypoint show /state/runs/a1"
+    others = '{"exit_status": 1, "reports": [{"code": 3}], "message": "RuntimeError: boom"}\n'
+    assert _told(others)[0].code == "rank-raised"
+
+
 @pytest.mark.parametrize("bar", ["", "  | "])
 def test_the_report_in_what_launch_raises_is_the_report(bar: str) -> None:
     """It was told as two causes: the exception of `launch`, and the one in its traceback."""

@@ -8,13 +8,17 @@ reader has something open (a traceback), it hands out every line.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from rallypoint.diagnosis import render
+from rallypoint.diagnosis.report import Report
 
 LINE_LIMIT = 1 << 16
 """Bytes of one line that are read: more than any message. What a line has beyond that is passed
@@ -170,12 +174,17 @@ def _cleaned(data: bytes) -> str:
 
 def _unwrapped(data: bytes) -> list[str]:
     """Read the lines that a container runtime, a collector of logs or a logger has put into a JSON
-    object, with torch's mark of the rank where the object has a field for it.
+    object, with torch's mark of the rank where the object has a field for it; or the reports that
+    rallypoint writes with `--error-format json`.
     """
     try:
         told = json.loads(data.decode(errors="replace"))
     except ValueError:
         return []
+    if "exit_status" in told and "reports" in told:
+        with contextlib.suppress(msgspec.ValidationError):
+            reports = msgspec.convert(told["reports"], list[Report])
+            return render.text(reports).split("\n")
     fields = [next((name for name in _MESSAGES if isinstance(told.get(name), str)), ""), *_TRACES]
     rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
     mark = "" if rank is None else f"[rank{rank}]: "
