@@ -5,6 +5,7 @@ exception: that one is shown.
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from rallypoint.diagnosis.evidence import (
     Ended,
@@ -14,6 +15,8 @@ from rallypoint.diagnosis.evidence import (
     Raised,
     RankEvidence,
 )
+from rallypoint.diagnosis.logs.reader import Reader
+from rallypoint.diagnosis.logs.to_evidence import diagnose as log_diagnosis
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import diagnose
 
@@ -173,3 +176,46 @@ def test_what_a_task_of_rays_raised_is_the_exception() -> None:
     )
     (said,) = report.said
     assert said.lines[-1] == "ValueError: it is empty"
+
+
+BY_POOL = """\
+{kind}:
+\"\"\"
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/pool.py", line 125, in worker
+    result = (True, func(*args, **kwds))
+  File "/home/ada/data.py", line 7, in load
+    return rows[name]
+KeyError: 'a.png'
+\"\"\"
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/home/ada/train.py", line 12, in <module>
+    pool.map(load, names)
+  File "/usr/lib/python3.11/multiprocessing/pool.py", line 774, in get
+    raise self._value
+KeyError: 'a.png'"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["multiprocessing.pool.RemoteTraceback", "concurrent.futures.process._RemoteTraceback"],
+)
+def test_what_a_process_of_a_pool_raised_is_shown_where_it_raised_it(kind: str) -> None:
+    """The log was told as an error of multiprocessing, for which the program was not at fault."""
+    shown = BY_POOL.format(kind=kind)
+    raised_in = Frame(
+        "/usr/lib/python3.11/multiprocessing/pool.py", 774, "get", "raise self._value"
+    )
+    error = Raised("KeyError", "'a.png'", (MAIN, raised_in), shown, at=2.0)
+    ranks = (RankEvidence(0, 0, 4000, ended=Ended(1, 0, 2.5), phase="running", raised=error),)
+    (of_run,) = diagnose(JobEvidence("train.py", 1, (NodeEvidence(ranks),)))
+    marked = "\n".join(f"[rank0]: {line}" if line else line for line in shown.splitlines())
+    (of_log,) = log_diagnosis(Reader("train.log").read([marked.encode()]))
+    for report in (of_run, of_log):
+        assert report.headline == "rank 0 raised KeyError: 'a.png'"
+        assert "data.py:7 in load" in report.where
+        assert report.confidence == "certain"
+        assert "    return rows[name]" in report.said[0].lines

@@ -15,17 +15,21 @@ from rallypoint.diagnosis.raised import LEFT_OUT, Frame, Raised, cut, joined
 from rallypoint.diagnosis.render import ESCAPES
 
 _IN_PROCESS = Pattern(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
+_IN_POOL = Pattern(r'^[\w.]+\._?RemoteTraceback: *\n"""\n(.+?)\n"""$', re.MULTILINE | re.DOTALL)
 _IN_TASK = Pattern(r"^(?:[\w.]+\.RayTaskError\(\w+\): )?ray::(.+)$", re.MULTILINE)
 
 
 def in_process(error: Raised) -> tuple[str, Raised] | None:
     """Return words for another process in which this was raised, and what was: a process that
-    `mp.spawn` had started, or the innermost task of Ray. None for any other error.
+    `mp.spawn` had started, one of a pool, or the innermost task of Ray. None for any other
+    error.
     """
     text = error.message
     if (found := _IN_PROCESS.search(text)) is not None:
         where = f"process {found[1]} of those that mp.spawn had started in"
         lines = text[found.end() :].rstrip().splitlines()
+    elif (found := _IN_POOL.match(error.traceback)) is not None:
+        where, lines = "a process of a pool, for", found[1].splitlines()
     elif ".RayTaskError(" in error.type:
         *_, found = (None, *_IN_TASK.finditer(text := ESCAPES.sub("", text)))
         if found is None:

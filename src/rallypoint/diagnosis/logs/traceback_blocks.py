@@ -240,8 +240,11 @@ class Traceback(Block):
     def _after(self, number: int, body: str) -> bool:
         self._tail += 1
         self.done = self._tail > TAIL
+        if body == '"""':  # the end of what a process of a pool raised: see `tracebacks.in_process`
+            self._joint = "remote"
+            return True
         if body in (DURING, BECAUSE):
-            self._joint = "during" if body == DURING else "because"
+            self._joint = "during" if body == DURING else self._joint or "because"
             return True
         if (rank := spawned(body)) >= 0:
             self.rank, self._joint = rank, "inside"
@@ -331,6 +334,9 @@ class Traceback(Block):
         elif self._link == "inside":
             frames = joined(chosen.frames, error.frames)
             self.begun_by = msgspec.structs.replace(error, frames=frames)
+        elif self._link == "remote":
+            frames = joined(error.frames, chosen.frames)
+            self.begun_by = msgspec.structs.replace(chosen, frames=frames)
         elif self._link == "during":
             closing = _CLOSING.search(error.message)
             if (chosen.type in _TRIED and not closing) or launchers.of_launcher(chosen):
