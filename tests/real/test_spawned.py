@@ -123,6 +123,31 @@ def test_a_spawned_process_that_is_late_is_named_and_shown(
     assert "rank 1" in sentence and "build_index" in sentence, sentence  # noqa: PT018
 
 
+ALONE = """\
+import datetime
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group(
+        "gloo", init_method="file:///tmp/no/such/folder/meet", rank=rank, world_size=1,
+        timeout=datetime.timedelta(seconds=1),
+    )
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+
+
+def test_the_traceback_of_a_spawned_process_has_no_frame_of_the_launcher(
+    run: Run, write: Write
+) -> None:
+    result = run("-n", "1", "train.py", cwd=write("train.py", ALONE).parent)
+    assert result.rc == 1
+    assert "in work" in result.everything, result.everything
+    assert "rallypoint/launcher" not in result.everything, result.everything
+
+
 BY_FILE = """\
 import multiprocessing
 import os

@@ -17,6 +17,7 @@ from typing import Any
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.host import memory_files, system_calls
 from rallypoint.host.signals import EVIDENCE_SIGNAL
+from rallypoint.launcher import exception_capture
 from rallypoint.launcher.protocol import AtPhase, Meets, OfSpawned, Packet
 from rallypoint.launcher.worker import torch_hooks
 from rallypoint.launcher.worker.worker_hooks import Hooks
@@ -43,7 +44,11 @@ class Spawned:
         """Run the function as process `index`."""
         _report(self._control, index, self._size, self._began)
         _renew_names(self._function)
-        return self._function(index, *args)
+        try:
+            return self._function(index, *args)
+        except BaseException as error:
+            exception_capture.strip(error)  # torch prints the traceback
+            raise
 
 
 class SpawnedHooks(Hooks):
