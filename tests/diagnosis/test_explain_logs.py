@@ -363,6 +363,35 @@ def test_each_kind_of_our_own_reports_is_read_as_it_was_said(headline: str) -> N
     assert report.help[0].command == f"rallypoint show {folder}"
 
 
+BY_PY_SPY = """\
+step 40
+Process 4711: python train.py
+Thread 4711 (active): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2077)
+    step (train.py:42)
+Thread 4790 (idle): "Thread-1 (_pin)"
+    wait (threading.py:324)
+"""
+BY_FAULTHANDLER = """\
+Timeout (0:00:30)!
+Thread 0x00007f5e0a1f2740 (most recent call first):
+  File "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 2827 in all_reduce
+  File "/app/train.py", line 42 in step
+"""
+
+
+@pytest.mark.parametrize("log", [BY_PY_SPY, "step 1\n" * 60 + BY_PY_SPY, BY_FAULTHANDLER])
+def test_stacks_of_a_program_that_stands_still_say_where(log: str) -> None:
+    (report,) = _told(log)
+    assert report.code == "cause-unknown"
+    (place,) = report.evidence
+    assert "train.py:42 in step (torch all_reduce)" in place
+    failed = _told(
+        f'{log}Traceback (most recent call last):\n  File "/app/a.py", line 3, in f\nKeyError: 3\n'
+    )
+    assert failed[0].code == "rank-raised"
+
+
 def test_our_own_report_as_json_is_read_like_its_text() -> None:
     report = Report(
         "rank-raised", "rank 1 raised ValueError: x", logs=("/state/runs/a1/rank1.log:7",)

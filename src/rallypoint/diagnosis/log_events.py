@@ -150,6 +150,7 @@ class Findings(msgspec.Struct, frozen=True):
     last_words: tuple[str, ...] = ()  # before the first word of a launcher on an end
     before: tuple[str, ...] = ()  # last lines without a process name before the first sighting
     restarts: tuple[Place, ...] = ()  # where a launcher says that it starts all ranks again
+    stood: tuple[str, ...] = ()  # where living processes stood: "line 7: train.py:42 in step"
 
     @property
     def empty(self) -> bool:

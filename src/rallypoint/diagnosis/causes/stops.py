@@ -355,12 +355,14 @@ def _nothing(findings: Findings) -> Report:
         headline = "nothing in this line says why"
     elif findings.failed:
         headline = f"the launcher says that the job failed, and nothing in these {findings.lines} lines says why"
-    return Report(
-        "cause-unknown",
-        headline,
-        why="no exception, no signal, no error of torch, NCCL, Slurm or MPI was recognised",
-        help=(_WHOLE_LOG,),
-    )
+    why = "no exception, no signal, no error of torch, NCCL, Slurm or MPI was recognised"
+    helps: tuple[Help, ...] = (_WHOLE_LOG,)
+    if findings.stood:
+        headline += "; the stacks in it show where the program stood"
+        why = "a stack shows where a process waits, and not for what"
+        helps = (Help("get those of all ranks: one may stand elsewhere", "py-spy dump --pid PID"),)
+    evidence = findings.stood[-EVIDENCE_LINES:]
+    return Report("cause-unknown", headline, why=why, evidence=evidence, help=helps)
 
 
 def in_unknown_words(report: Report) -> bool:

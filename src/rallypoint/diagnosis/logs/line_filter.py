@@ -46,7 +46,7 @@ _WORTH = re.compile(
     rb"|e(?:mory|empted|d symbol| detected in|xit|fused|nied|xpectedly|tected an attempt|PullBackOff)"
     rb"|x(?:ception|ecution has been|ceeded (?:wallc|MEM)|it (?=[1-9] )|it ?[Cc]ode)"
     rb"|s(?:sert|tuck: |mashing|ed too many h|h: connect to)|n(?:terrupt|terpreter|ew process before|itializing d|consistent [0-9]"
-    rb"|recognized opt|valid opt|known opt)|T(?:raceback)|S(?:IG)"
+    rb"|recognized opt|valid opt|known opt)|T(?:raceback|hread (?:\w+ \((?:active|idle)|0x))|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
     rb"|o(?:om|gs   /|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
     rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"

@@ -40,6 +40,7 @@ from rallypoint.diagnosis.logs.launcher_tables import MpiExit, Stall, Summary, T
 from rallypoint.diagnosis.logs.line_filter import LINE_LIMIT, Line, Sifter, as_utf8, shown
 from rallypoint.diagnosis.logs.rich_traceback import RichTraceback
 from rallypoint.diagnosis.logs.sightings import NCCL_INFO, Sightings
+from rallypoint.diagnosis.logs.stack_dump import StackDump
 from rallypoint.diagnosis.logs.traceback_blocks import (
     NOT_COMPILED,
     GroupTraceback,
@@ -79,7 +80,7 @@ JOINED = 2000  # characters at its end that are read of a traceback which became
 _IN_ONE_LINE = Pattern(r"\d+, in .*? ((?:\w{1,60}\.){0,9}\w{0,60}(?:Error|Exception): .+)$")
 _PLACE = Pattern(r'^ *File "(.+)", line (\d+)$')
 
-_Open = Traceback | GroupTraceback | Message | Crash | Table
+_Open = Traceback | GroupTraceback | Message | Crash | StackDump | Table
 
 
 class Reader:
@@ -103,6 +104,7 @@ class Reader:
         self._stopped: list[int] = []
         self._ignored: dict[str, int] = {}  # the last line "Exception ignored" of each process
         self._restarts: list[Place] = []
+        self._stood: dict[str, None] = {}  # where main threads stood
         self._groups: dict[int, str] = {}  # of each rank, as its watchdog names it
         # how many processes came as each rank to a group, its size, and a line that says so
         self._members: dict[int, int] = {}
@@ -138,6 +140,7 @@ class Reader:
             self._last_words,
             self._before,
             tuple(self._restarts),
+            tuple(self._stood),
         )
 
     def _begun(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -305,6 +308,11 @@ class Reader:
             for sighting in block.sightings(speaker, self._log):
                 self._see(sighting)
             return
+        if isinstance(block, StackDump):
+            if block.is_main and block.place:
+                of = f"{speaker.name}, " if speaker.known else ""
+                self._stood[f"{of}line {block.start}: {block.place}"] = None
+            return
         place = Place(self._log, block.start, block.last)
         if isinstance(block, Crash):
             self._crashed(speaker, place, block, block.error())
@@ -440,8 +448,8 @@ class Reader:
         return msgspec.structs.replace(sighting, collective=collective)
 
 
-_Kinds = type[RichTraceback | Crash | Summary | MpiExit | Stall]
-_BLOCKS: tuple[_Kinds, ...] = (RichTraceback, Crash, Summary, MpiExit, Stall)
+_Kinds = type[RichTraceback | Crash | StackDump | Summary | MpiExit | Stall]
+_BLOCKS: tuple[_Kinds, ...] = (RichTraceback, Crash, StackDump, Summary, MpiExit, Stall)
 
 
 def together(findings: Iterable[Findings]) -> Findings:
@@ -456,4 +464,5 @@ def together(findings: Iterable[Findings]) -> Findings:
         next((one.last_words for one in every if one.last_words), ()),
         next((one.before for one in every if one.before), ()),
         tuple(place for one in every for place in one.restarts),
+        tuple(words for one in every for words in one.stood),
     )
