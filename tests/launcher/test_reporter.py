@@ -18,7 +18,6 @@ from rallypoint.diagnosis.evidence import (
     Ended,
     MemoryCounters,
     NodeEvidence,
-    Raised,
     RankEvidence,
 )
 from rallypoint.diagnosis.report import Report
@@ -29,7 +28,6 @@ from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.reporter import Reporter
 from rallypoint.launcher.job_diagnosis import Diagnosis, FailedAttempt
 from rallypoint.launcher.plan import alone
-from rallypoint.launcher.protocol import ImportFailed
 from rallypoint.record.disk_writer import DiskWriter
 
 from .test_plan import plan
@@ -163,13 +161,7 @@ def test_a_module_to_preload_that_is_not_there_is_said_once(
     told = object.__new__(Reporter)
     monkeypatch.setattr(told, "_plan", plan(preload=("nothing",)), raising=False)
     last = "ModuleNotFoundError: No module named 'nothing'"
-    raised = Raised(
-        type="ModuleNotFoundError",
-        message="No module named 'nothing'",
-        frames=(),
-        traceback="\n".join((*lines, last)),
-    )
-    report = told.import_failed(ImportFailed("nothing", raised))
+    report = told.import_failed("nothing", last, "\n".join((*lines, last)))
     assert report.why == f"--preload asks for it: {last}"
     assert bool(report.said) == quoted
 

@@ -82,6 +82,18 @@ def test_a_preloaded_module_may_ignore_the_end_of_children(run: Run, write: Writ
 
 
 @pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("ends", ["os.abort()", "os._exit(3)"])
+def test_a_module_whose_import_ends_the_template_is_named(
+    run: Run, write: Write, ends: str
+) -> None:
+    """It was told as a fault of rallypoint's own, and no module was named."""
+    write("own.py", f"import os\n{ends}\n")
+    result = run("--preload", "own", write("train.py", ""))
+    assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
+    assert "import own" in result.err, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
     """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older
     than the fork.

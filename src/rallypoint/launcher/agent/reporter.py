@@ -20,7 +20,7 @@ from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
 from rallypoint.launcher.agent.evidence_gatherer import ERROR_FILES_TIMEOUT
 from rallypoint.launcher.plan import Plan
-from rallypoint.launcher.protocol import ImportFailed, NotForked
+from rallypoint.launcher.protocol import NotForked
 from rallypoint.record import preload_history
 from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.events import Event, EventLog, What
@@ -193,23 +193,20 @@ class Reporter:
         self._writer.submit(lambda: self._folder.write_report(kept))
         return kept
 
-    def import_failed(self, message: ImportFailed) -> Report:
-        """Return the report on torch, or a preload module, that cannot be imported."""
-        raised = message.raised
-        asked = message.module in self._plan.preload
+    def import_failed(self, module: str, because: str, traceback: str = "") -> Report:
+        """Return the report on torch, or a preload module, that cannot be imported.
+
+        `because`: the exception, or how its import ended the process.
+        """
         option = "preload" if self._plan.task is not None else "--preload"
-        why = (
-            f"{option} asks for it: {raised.type}: {raised.message}"
-            if asked
-            else f"{raised.type}: {raised.message}"
-        )
-        lines = tuple(raised.traceback.rstrip().splitlines()[-10:])
+        asked = module in self._plan.preload
+        lines = tuple(traceback.rstrip().splitlines()[-10:])
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: none
         return Report(
             code="start-failed",
-            headline=f"{message.module} cannot be imported",
+            headline=f"{module} cannot be imported",
             where="before any worker started",
-            why=why,
+            why=f"{option} asks for it: {because}" if asked else because,
             evidence=(
                 (f"ulimit -v lets a process map {size(limit)} in all: torch may need more",)
                 if 0 < limit < TORCH_SPACE
@@ -218,7 +215,7 @@ class Reporter:
             said=(Said("the template", lines),)
             if len(lines) > 1
             else (),  # a module that is not there: `why` has said it
-            help=(Help("try it alone", f"{sys.executable} -c 'import {message.module}'"),),
+            help=(Help("try it alone", f"{sys.executable} -c 'import {module}'"),),
         )
 
     def not_forked(self, message: NotForked) -> Report:

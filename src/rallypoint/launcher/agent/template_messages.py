@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
+from rallypoint.diagnosis.causes.wording import crash_words
 from rallypoint.host import signals
 from rallypoint.host.processes import KILL_DEADLINE
 from rallypoint.launcher import protocol
@@ -35,6 +36,7 @@ class TemplateMessages:
     def __init__(self, job: Job, files_limit: tuple[int, int]) -> None:
         """`files_limit`: of the ranks, for a template that replaces the first."""
         self._job = job
+        self._importing = ""  # the module that the template imports now
         self._files_limit = files_limit
         job.loop.watch(job.helpers.guard.pidfd, self._on_guard_end)
         self._watch()
@@ -79,9 +81,10 @@ class TemplateMessages:
                 self._await_import(module)
             case Ready():
                 self._on_ready(message)
-            case ImportFailed(module):
+            case ImportFailed(module, raised):
                 job.loop.cancel("import")
-                job.impossible(job.reporter.import_failed(message), f"{module} cannot be imported")
+                because = f"{raised.type}: {raised.message}"
+                self._cannot_import(module, because, raised.traceback)
             case Forked():
                 job.starter.on_forked(message)
             case NotForked():
@@ -92,8 +95,13 @@ class TemplateMessages:
                 job.endings.on_reaped(message)
         return True
 
+    def _cannot_import(self, module: str, because: str, traceback: str = "") -> None:
+        report = self._job.reporter.import_failed(module, because, traceback)
+        self._job.impossible(report, report.headline)
+
     def _await_import(self, module: str) -> None:
-        """Name the module that is imported now, when that takes long."""
+        """Name the module that is imported now, when that takes long, or ends the process."""
+        self._importing = module
         line = f"rallypoint: the template has been importing {module} for {IMPORT_PATIENCE:g} s; no rank starts before it is done"
         self._job.loop.at(
             "import",
@@ -102,7 +110,7 @@ class TemplateMessages:
         )
 
     def _on_ready(self, message: Ready) -> None:
-        job = self._job
+        job, self._importing = self._job, ""
         job.loop.cancel("import")
         if not message.unclean:
             job.helpers.is_ready(message.files)
@@ -146,7 +154,11 @@ class TemplateMessages:
             self._do_without(job.parts.early, f"the template {how}")
             return
         job.starter.give_up_orders()
-        if job.problem is None:
+        crash = crash_words(number)
+        if job.problem is None and self._importing and (crash or not number):
+            how = f"by {signals.name(number)}: {crash}" if number else f"with exit code {code}"
+            self._cannot_import(self._importing, f"its import ended the process {how}")
+        elif job.problem is None:
             job.helper_lost("template", ended.pid, code, number)
         job.endings.reap_orphans()
 
