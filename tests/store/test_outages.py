@@ -5,15 +5,19 @@ may raise in a wait.
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 
 import pytest
 
 import rallypoint
-from rallypoint.errors import SessionLost, StoreTimeout
+from rallypoint.errors import SessionLost, StoreTimeout, StoreUnreachable
+from rallypoint.store.client.reconnect import Reach
 from rallypoint.testing import ChaosProxy
 
 from .live import Thread, kept_port, until
+from .processes import ServerProcess
+from .raw import DEADLINE
 
 SECRET = b"sixteen bytes or more"
 
@@ -53,6 +57,33 @@ def test_a_server_that_is_gone_is_not_blamed_on_the_client_and_one_that_is_new_i
             assert told.outcome == "did not happen"
             assert store.add("n") == 1
             store.close()
+
+
+def test_a_session_that_is_confirmed_while_the_reason_is_looked_for_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was lost, "not reached for 0.8 s, longer than the session's ttl of 3 s"."""
+    with (
+        ServerProcess() as server,
+        rallypoint.connect(server.address, secret=server.secret, ttl=1.0, timeout=1.0) as store,
+    ):
+        store["k"] = 1
+        problem, answered, looked = Reach.problem, threading.Event(), threading.Event()
+
+        def slow(reach: Reach, *, look: bool = True) -> StoreUnreachable:
+            if look:
+                server.go_on()
+                assert answered.wait(DEADLINE)
+                looked.set()
+            return problem(reach, look=look)
+
+        monkeypatch.setattr(Reach, "problem", slow)
+        server.stop()
+        assert store.wait("k", timeout=DEADLINE) == 1
+        answered.set()
+        assert looked.wait(DEADLINE)
+        for _ in range(300):  # the thread that looked goes on meanwhile
+            assert store.add("n") > 0
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyboardInterrupt, TimeoutError])

@@ -400,7 +400,9 @@ class Session:
         elif self._server_ended and not first:
             self._finish(SessionEnd(self._server_ended, again=self._server_ended))
         elif not first and self._now() - self.confirmed > kept:
-            self._lose(Refusal("session-lost", "", known=False), self._reach.problem())
+            unreached = self._reach.problem()  # it looks for the reason, which takes time
+            if self._now() - self.confirmed > kept:
+                self._lose(Refusal("session-lost", "", known=False), unreached)
 
     def _lost_connection(self, slot: Slot, why: str, *, by_us: bool = False) -> None:
         slot.disconnect()
