@@ -110,8 +110,9 @@ def test_a_message_of_many_lines_keeps_its_first_ones() -> None:
         "RuntimeError: Error(s) in loading state_dict for Model:",
         *mismatch,
     ]
-    kept = abridged(lines, "RuntimeError", 8)
-    assert kept[-3:] == lines[5:8]
+    kept = abridged(lines, "RuntimeError", 8, " in rank1.log:1")
+    assert kept[-4:] == [*lines[5:8], "... 6 more lines"]
+    assert abridged([HEADER, *own(9, "main"), *lines[5:]], "RuntimeError", 8)[-1] == kept[-1]
     native = [
         "Exception raised from wait at store.cpp:1 (most recent call first):",
         "frame #0: c10::Error",
@@ -132,12 +133,17 @@ def test_a_line_that_introduces_another_does_not_stand_alone() -> None:
         "",
         "bye",
     ]
-    assert abridged(lines, "NcclError", 7)[-2:] == ["NcclError: failed", "first"]
-    assert abridged(lines, "NcclError", 8)[-4:] == [
+    assert abridged(lines, "NcclError", 8)[-3:] == [
+        "NcclError: failed",
+        "first",
+        "... 4 more lines",
+    ]
+    assert abridged(lines, "NcclError", 9)[-5:] == [
         "NcclError: failed",
         "first",
         "Last error:",
         "no memory",
+        "... 2 more lines",
     ]
 
 

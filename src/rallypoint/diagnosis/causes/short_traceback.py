@@ -88,14 +88,18 @@ _NATIVE = Pattern(r"^(frame #\d+|Exception raised from |C\+\+ CapturedTraceback|
 
 
 def _shown(lines: Sequence[str], kept: set[int], elsewhere: str) -> list[str]:
-    """Return the lines that are kept, with a count of those left out before each of them."""
+    """Return the lines that are kept, with a count of those left out before each of them, and of
+    what is left out of the last message.
+    """
     shown: list[str] = []
     before = -1
-    for i in sorted(kept):
+    last = max(kept, default=before) + 1
+    rest = [*itertools.takewhile(lambda line: not _NATIVE.match(line), lines[last:])]
+    for i in (*sorted(kept), *([last + len(rest)] if any(map(str.strip, rest)) else ())):
         number = i - before - 1
         if any(map(str.strip, lines[before + 1 : i])):
             shown.append(f"... {number} more line{'s' * (number > 1)}{elsewhere}")
             elsewhere = ""
-        shown.append(lines[i])
+        shown += lines[i : i + 1] if i in kept else ()
         before = i
     return shown
