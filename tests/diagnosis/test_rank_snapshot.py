@@ -285,6 +285,8 @@ def test_a_thread_that_keeps_a_rank_from_its_end_is_told() -> None:
         rank_snapshot.sentence(job(at(0, end)))
         == "rank 0 has left the program, and waits for a thread that is no daemon, at threading.py:1590"
     )
+    named = msgspec.structs.replace(at(0, end), detail="metrics-uploader")
+    assert "waits for metrics-uploader, a thread that is no" in rank_snapshot.sentence(job(named))
 
 
 def test_who_has_ended_is_named_where_all_others_wait_in_one_call() -> None:

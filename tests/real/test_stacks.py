@@ -309,6 +309,26 @@ def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_the_thread_for_which_the_end_of_a_rank_waits_is_named(
+    tmp_path: Path, write: Write
+) -> None:
+    script = write(
+        "train.py",
+        "import threading\nstop = threading.Event()\n"
+        'threading.Thread(target=stop.wait, name="prefetch", daemon=True).start()\n'
+        'threading.Thread(target=stop.wait, name="uploader").start()\n',
+    )
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        found = wait_for_sentence(tmp_path, "rank 0 has left the program", "uploader")
+        assert "prefetch" not in rank_snapshot.sentence(found)
+        process.terminate()
+
+    result = run_job([script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.rc == 143, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(
     tmp_path: Path, write: Write
 ) -> None:

@@ -97,7 +97,7 @@ class RankStanding(msgspec.Struct, frozen=True):
         None  # how long the main thread is known to have stood there at least; None: not known
     )
     missing: Missing = ""
-    detail: str = ""  # the other program's command line, or how it ended
+    detail: str = ""  # the other program's command line, how it ended, or the threads it waits for
     node: int = 0
     lost: str = ""  # what of it has failed: "a thread died of OSError: shard 3 is corrupt"
     # "KeyError: 'x', raised at train.py:12 in step": in hand when it last began to wait for others
@@ -283,7 +283,8 @@ def _doing(group: Group, root: str) -> str:
     place = group.frames[stacks.own_index(group.frames)]
     line = f"{stacks.library_path(stacks.shown(place.file, root))}:{place.line}"
     if place.function == "_shutdown" and place.file.endswith("/threading.py"):
-        return f"{have} left the program, and {group.verb('waits')} for a thread that is no daemon, at {line}"
+        thread = f"{shortened(one.detail, COMMAND_CHARACTERS)}, " if one.detail else ""
+        return f"{have} left the program, and {group.verb('waits')} for {thread}a thread that is no daemon, at {line}"
     call = stacks.called(group.frames)
     if call:
         waits = group.collective and group.cpu < WAITING

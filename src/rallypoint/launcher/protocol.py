@@ -173,9 +173,10 @@ class Reaped(Packet):
 
 
 class AtPhase(Packet):
-    """worker -> agent: where the program is."""
+    """worker -> agent: where the program is. `threads`: those for which its end waits."""
 
     phase: Phase
+    threads: tuple[str, ...] = ()
 
 
 class Uncaught(Packet):

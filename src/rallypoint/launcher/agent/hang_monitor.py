@@ -114,7 +114,7 @@ class StackSampler:
         self, handle: RankHandle, activity: Activity | None, frames: tuple[Frame, ...]
     ) -> tuple[Missing, str]:
         if frames:
-            return "", ""
+            return "", ", ".join(handle.threads)
         if handle.ended is not None:
             return "ended", describe(handle.ended.code, handle.ended.signal)
         if not handle.pid:

@@ -95,6 +95,7 @@ class RankHandle:
         self.ordered = False  # the template has been told to fork it
         self.phase = "preparing"
         self.phase_at = 0.0
+        self.threads: tuple[str, ...] = ()  # for which the end of its program waits
         self.joined_at: float | None = None
         self.failed_to_join = False  # an error left the init_process_group that `phase` speaks of
         self.debugging = False  # its debugger waits for a person

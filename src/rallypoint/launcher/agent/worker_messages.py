@@ -64,7 +64,8 @@ class WorkerMessages:
     def _act(self, handle: RankHandle, message: Packet, fds: Sequence[int]) -> None:
         job, event, now = self._job, self._job.reporter.event, self._job.loop.now
         match message:
-            case AtPhase(phase):
+            case AtPhase(phase, threads):
+                handle.threads = threads
                 self._on_phase(handle, phase)
             case Caught(serial, raised):
                 self._on_caught(handle, serial, replace(raised, at=now))

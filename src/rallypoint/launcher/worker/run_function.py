@@ -37,7 +37,7 @@ def run(
         hooks.tell(AtPhase("importing"))
         _send(hooks, rank, "value", payload.pack_result(_called(task, rank, fds, hooks), task.name))
         hooks.stop()
-        hooks.tell(AtPhase("finishing"))
+        run_program.tell_finishing(hooks)
     except SystemExit as leaving:
         code = run_program.exit_code(leaving)
         run_program.tell_exit(hooks, leaving)

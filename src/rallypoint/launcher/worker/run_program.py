@@ -6,6 +6,7 @@ import builtins
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable
@@ -60,7 +61,7 @@ def run(
             exec(code, main.__dict__)
             if hooks:
                 hooks.stop()
-                hooks.tell(AtPhase("finishing"))
+                tell_finishing(hooks)
         except BaseException as error:
             _end_by(hooks, error, given if takes_traceback else None)
     finally:
@@ -148,7 +149,13 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
     words = exception_capture.sayable(_said_by(leaving)) if code else ""
     hooks.tell(Leaving(code, line, cut(words, SAID_MOST)))
     if not code:
-        hooks.tell(AtPhase("finishing"))
+        tell_finishing(hooks)
+
+
+def tell_finishing(hooks: Hooks) -> None:
+    """Tell the agent that the program is at its end, and for which threads the interpreter waits."""
+    others = {*threading.enumerate()} - {threading.main_thread()}
+    hooks.tell(AtPhase("finishing", tuple(sorted(one.name for one in others if not one.daemon))))
 
 
 def _said_by(leaving: SystemExit) -> str:
