@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 import msgspec
 
@@ -402,7 +402,7 @@ class Supervisor:
 
     def handle(self, event: JobEvent, now: float) -> list[Action]:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
-        row = TABLE[self.state].get(type(event))
+        row = self._TABLE[self.state].get(type(event))
         return row(self, event, now) if row else []
 
     # --- preparing and running
@@ -896,6 +896,76 @@ class Supervisor:
     def _living(self) -> tuple[int, ...]:
         return tuple(number for number, rank in self.ranks.items() if not rank.ended)
 
+    _TABLE: ClassVar[
+        dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[Action]]]]
+    ] = {
+        State.PREPARING: {
+            Prepared: _start,
+            Impossible: _impossible,
+            Elsewhere: _elsewhere,
+            Isolated: _isolated,
+            HelperEnded: _helper_ended,
+            Signalled: _signalled,
+            Overdue: _overdue,
+        },
+        State.RUNNING: {
+            PhaseEntered: _phase,
+            Erred: _erred,
+            Debugged: _debugged,
+            Timer: _timer_while_running,
+            RankRaised: _failure,
+            CannotMeet: _failure,
+            RankEnded: _rank_ended,
+            Impossible: _impossible,
+            HelperEnded: _helper_ended,
+            Signalled: _signalled,
+            Overdue: _overdue,
+            Judged: _judged_while_running,
+            Elsewhere: _elsewhere,
+            Isolated: _isolated,
+        },
+        State.JUDGING: {
+            RankRaised: _another,
+            CannotMeet: _another,
+            RankEnded: _another,
+            EvidenceIn: _perhaps_conclude,
+            Timer: _perhaps_conclude,
+            HelperEnded: _helper_ended,
+            Signalled: _signalled,
+            Overdue: _overdue_too_late,
+            Prepared: _prepared,
+            Elsewhere: _elsewhere_too,
+            JobEnded: _dismissed_early,
+            Isolated: _isolated,
+        },
+        State.STOPPING: {
+            Judged: _judged,
+            Elsewhere: _elsewhere_while_stopping,
+            RankEnded: _ended_while_stopping,
+            Timer: _timer_while_stopping,
+            Stuck: _stuck,
+            Signalled: _signal_while_stopping,
+            HelperEnded: _helper_ended_while_stopping,
+            Overdue: _overdue_too_late,
+            Prepared: _prepared,
+            InVain: _note_in_vain,
+            JobEnded: _dismissed_early,
+            Isolated: _isolated,
+        },
+        State.WAITING: {
+            Prepared: _prepared,
+            Elsewhere: _elsewhere_after_the_end,
+            Signalled: _signalled_after_the_end,
+            HelperEnded: _helper_ended_after_the_end,
+            Judged: _judged_after_the_end,
+            Next: _next,
+            JobEnded: _dismissed_now,
+            Isolated: _isolated,
+        },
+        State.ENDED: {},
+    }
+    """The whole state machine: what an event does in each state. An event without a row does nothing."""
+
 
 def _ended_well(event: RankEnded) -> bool:
     return event.code == 0 and event.signal == 0
@@ -903,72 +973,3 @@ def _ended_well(event: RankEnded) -> bool:
 
 def _wait_in_init(ranks: list[int]) -> str:
     return f"{ranks_phrase(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in init_process_group"
-
-
-TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[Action]]]] = {
-    State.PREPARING: {
-        Prepared: Supervisor._start,
-        Impossible: Supervisor._impossible,
-        Elsewhere: Supervisor._elsewhere,
-        Isolated: Supervisor._isolated,
-        HelperEnded: Supervisor._helper_ended,
-        Signalled: Supervisor._signalled,
-        Overdue: Supervisor._overdue,
-    },
-    State.RUNNING: {
-        PhaseEntered: Supervisor._phase,
-        Erred: Supervisor._erred,
-        Debugged: Supervisor._debugged,
-        Timer: Supervisor._timer_while_running,
-        RankRaised: Supervisor._failure,
-        CannotMeet: Supervisor._failure,
-        RankEnded: Supervisor._rank_ended,
-        Impossible: Supervisor._impossible,
-        HelperEnded: Supervisor._helper_ended,
-        Signalled: Supervisor._signalled,
-        Overdue: Supervisor._overdue,
-        Judged: Supervisor._judged_while_running,
-        Elsewhere: Supervisor._elsewhere,
-        Isolated: Supervisor._isolated,
-    },
-    State.JUDGING: {
-        RankRaised: Supervisor._another,
-        CannotMeet: Supervisor._another,
-        RankEnded: Supervisor._another,
-        EvidenceIn: Supervisor._perhaps_conclude,
-        Timer: Supervisor._perhaps_conclude,
-        HelperEnded: Supervisor._helper_ended,
-        Signalled: Supervisor._signalled,
-        Overdue: Supervisor._overdue_too_late,
-        Prepared: Supervisor._prepared,
-        Elsewhere: Supervisor._elsewhere_too,
-        JobEnded: Supervisor._dismissed_early,
-        Isolated: Supervisor._isolated,
-    },
-    State.STOPPING: {
-        Judged: Supervisor._judged,
-        Elsewhere: Supervisor._elsewhere_while_stopping,
-        RankEnded: Supervisor._ended_while_stopping,
-        Timer: Supervisor._timer_while_stopping,
-        Stuck: Supervisor._stuck,
-        Signalled: Supervisor._signal_while_stopping,
-        HelperEnded: Supervisor._helper_ended_while_stopping,
-        Overdue: Supervisor._overdue_too_late,
-        Prepared: Supervisor._prepared,
-        InVain: Supervisor._note_in_vain,
-        JobEnded: Supervisor._dismissed_early,
-        Isolated: Supervisor._isolated,
-    },
-    State.WAITING: {
-        Prepared: Supervisor._prepared,
-        Elsewhere: Supervisor._elsewhere_after_the_end,
-        Signalled: Supervisor._signalled_after_the_end,
-        HelperEnded: Supervisor._helper_ended_after_the_end,
-        Judged: Supervisor._judged_after_the_end,
-        Next: Supervisor._next,
-        JobEnded: Supervisor._dismissed_now,
-        Isolated: Supervisor._isolated,
-    },
-    State.ENDED: {},
-}
-"""The whole state machine: what an event does in each state. An event without a row does nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 import msgspec
 
@@ -134,7 +134,7 @@ class Joining:
 
     def handle(self, event: NodeEvent | Reachable, now: float) -> list[Decision]:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
-        row = TABLE[self.state].get(type(event))
+        row = self._TABLE[self.state].get(type(event))
         decisions = row(self, event, now) if row else []
         while self._kept and self.state is not Stage.PROVING:
             first = self._kept.pop(next(iter(self._kept)))
@@ -375,25 +375,26 @@ class Joining:
         told = [TellAll(Missing(lines))] if lines else []
         return [*told, *self._refuse_doubtful(math.inf), Form(seats, self.world)]
 
+    _TABLE: ClassVar[
+        dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision]]]]
+    ] = {
+        Stage.GATHERING: {
+            Came: _came,
+            Went: _went,
+            Rejected: _rejected,
+            Tick: _tick,
+        },
+        Stage.PROVING: {
+            Came: _keep,
+            Went: _went,
+            Reachable: _reachable,
+            Tick: _tick_while_proving,
+        },
+        Stage.FORMED: {Came: _late, Went: _left},
+        Stage.CLOSED: {Came: _late},
+    }
+    """The whole state machine: what an event does in each state. An event without a row does nothing."""
+
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-TABLE: dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision]]]] = {
-    Stage.GATHERING: {
-        Came: Joining._came,
-        Went: Joining._went,
-        Rejected: Joining._rejected,
-        Tick: Joining._tick,
-    },
-    Stage.PROVING: {
-        Came: Joining._keep,
-        Went: Joining._went,
-        Reachable: Joining._reachable,
-        Tick: Joining._tick_while_proving,
-    },
-    Stage.FORMED: {Came: Joining._late, Went: Joining._left},
-    Stage.CLOSED: {Came: Joining._late},
-}
-"""The whole state machine: what an event does in each state. An event without a row does nothing."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rallypoint.diagnosis.evidence import NodeEvidence
 from rallypoint.diagnosis.report import TEMPORARY
@@ -130,7 +130,7 @@ class Lead:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         if getattr(event, "node", None) in self._lost:
             return []
-        row = TABLE[self.state].get(type(event))
+        row = self._TABLE[self.state].get(type(event))
         decided = [*row(self, event, now)] if row else []
         at_work = self._open if self.state is Phase.RUNNING else set()
         return decided + self._standings.handle(event, now, self._living, at_work)
@@ -330,32 +330,33 @@ class Lead:
         self.state, self._deadline = Phase.OVER, math.inf
         return [TellAll(Dismissed(status, because, times))]
 
-
-TABLE: dict[Phase, dict[type[Any], Callable[[Lead, Any, float], Sequence[Decision]]]] = {
-    Phase.RUNNING: {
-        Views: Lead._views,
-        NodeAnswer: Lead._answer,
-        Failing: Lead._failed,
-        Lost: Lead._lost_while_running,
-        Over: Lead._over_while_running,
-        Tick: Lead._tick_while_running,
-    },
-    Phase.JUDGING: {
-        Failing: Lead._another_failed,
-        EvidenceOf: Lead._evidence_of,
-        Lost: Lead._another_lost,
-        Over: Lead._over_while_judging,
-        Sentence: Lead._diagnosed,
-        Tick: Lead._tick_while_judging,
-    },
-    Phase.STOPPING: {
-        Views: Lead._views_while_stopping,
-        Failing: Lead._another_failed,
-        AllWait: Lead._all_wait,
-        Lost: Lead._another_lost,
-        Over: Lead._over,
-        Tick: Lead._tick_while_stopping,
-    },
-    Phase.OVER: {},
-}
-"""The whole state machine: what an event does in each state. An event without a row does nothing."""
+    _TABLE: ClassVar[
+        dict[Phase, dict[type[Any], Callable[[Lead, Any, float], Sequence[Decision]]]]
+    ] = {
+        Phase.RUNNING: {
+            Views: _views,
+            NodeAnswer: _answer,
+            Failing: _failed,
+            Lost: _lost_while_running,
+            Over: _over_while_running,
+            Tick: _tick_while_running,
+        },
+        Phase.JUDGING: {
+            Failing: _another_failed,
+            EvidenceOf: _evidence_of,
+            Lost: _another_lost,
+            Over: _over_while_judging,
+            Sentence: _diagnosed,
+            Tick: _tick_while_judging,
+        },
+        Phase.STOPPING: {
+            Views: _views_while_stopping,
+            Failing: _another_failed,
+            AllWait: _all_wait,
+            Lost: _another_lost,
+            Over: _over,
+            Tick: _tick_while_stopping,
+        },
+        Phase.OVER: {},
+    }
+    """The whole state machine: what an event does in each state. An event without a row does nothing."""
