@@ -4,6 +4,7 @@ from it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -54,7 +55,7 @@ class Option(msgspec.Struct, frozen=True):
     metavar: str = ""  # "" for a flag
     read: Callable[[str], Any] = str  # ValueError says what is wrong, as the end of a sentence
     default: Any = None
-    variable: str = ""  # torchrun's PET_*: the default when it is set
+    other_variable: str = ""  # in the place of torchrun's, or where torchrun has none
     fallback: str = ""  # a second variable, asked when the first is not set
     example: str = ""  # a good one, for the help of an error
     why: str = ""  # accepted: why it has no effect
@@ -69,17 +70,25 @@ class Option(msgspec.Struct, frozen=True):
         return self.names[-1][2:].replace("-", "_")
 
     @property
+    def variable(self) -> str:
+        """Name of the variable that gives the default when it is set; "" for none."""
+        torchruns = f"PET_{self.key.upper()}" if self.fate == "same" else ""
+        return self.other_variable or torchruns
+
+    @property
     def spellings(self) -> tuple[str, ...]:
         """All that may be typed: hyphens and underscores."""
         return tuple(dict.fromkeys((*self.names, f"--{self.key}")))
 
+
+_torchruns = functools.partial(Option, fate="same")
 
 RUN: tuple[Option, ...] = (
     Option(
         "-n --nproc-per-node",
         "ranks on this node: a number, cpu, gpu, or auto (gpu if there are any, else cpu); "
         "without it 1",
-        metavar="N", read=read_nproc, variable="PET_NPROC_PER_NODE", example="-n 4",
+        metavar="N", read=read_nproc, other_variable="PET_NPROC_PER_NODE", example="-n 4",
     ),
     Option(
         "--preload",
@@ -132,7 +141,7 @@ RUN: tuple[Option, ...] = (
         "what stands before each line of a rank: a text with ${rank}, ${local_rank} and "
         "${role_name}; '' for nothing, as a program behind | may want it. Without it [rank] when "
         "there are several",
-        metavar="TEXT", variable="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        metavar="TEXT", other_variable="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
         example="--log-line-prefix-template '${role_name}${rank}: '",
     ),
     Option(
@@ -150,110 +159,90 @@ RUN: tuple[Option, ...] = (
     ),
     Option("-h --help", "print this"),
     # torchrun's own, meaning the same
-    Option(
-        "-m --module", "the program is a module, run as python -m would",
-        fate="same", variable="PET_MODULE",
-    ),
-    Option(
-        "--no-python", "the program is an executable of any kind, not a Python script",
-        fate="same", variable="PET_NO_PYTHON",
-    ),
-    Option(
-        "--run-path", "the program is a script; takes precedence over --no-python and -m",
-        fate="same", variable="PET_RUN_PATH",
-    ),
-    Option(
+    _torchruns("-m --module", "the program is a module, run as python -m would"),
+    _torchruns("--no-python", "the program is an executable of any kind, not a Python script"),
+    _torchruns("--run-path", "the program is a script; takes precedence over --no-python and -m"),
+    _torchruns(
         "--standalone",
         "this node alone, on a free port: --rdzv-* and --master-* are ignored (a free port is "
         "the default here)",
-        fate="same", variable="PET_STANDALONE",
     ),
-    Option(
+    _torchruns(
         "--max-restarts",
         "how often all ranks are started again after a failure; no more when the same exception "
         "has ended three attempts within 10 s each",
-        metavar="N", fate="same", read=read_count, default=0, variable="PET_MAX_RESTARTS",
-        example="--max-restarts 3",
+        metavar="N", read=read_count, default=0, example="--max-restarts 3",
     ),
-    Option(
+    _torchruns(
         "--master-addr",
         "with several nodes the address of node 0; on one node its own: ranks meet at 127.0.0.1",
-        metavar="ADDR", fate="same", read=read_address, default="", variable="PET_MASTER_ADDR",
-        example="--master-addr 127.0.0.1",
+        metavar="ADDR", read=read_address, default="", example="--master-addr 127.0.0.1",
     ),
-    Option(
+    _torchruns(
         "--master-port",
         "node 0 listens on this port; it is bound before any rank starts (without it any free one)",
-        metavar="PORT", fate="same", read=read_port, variable="PET_MASTER_PORT",
-        example="--master-port 29500",
+        metavar="PORT", read=read_port, example="--master-port 29500",
     ),
-    Option(
+    _torchruns(
         "--rdzv-id",
         "the job's name in TORCHELASTIC_RUN_ID and in --log-dir; without it the id of this run. "
         "Nodes that name another job are refused",
-        metavar="ID", fate="same", default="", variable="PET_RDZV_ID",
+        metavar="ID", default="",
     ),
-    Option(
+    _torchruns(
         "--role", "the workers' ROLE_NAME",
-        metavar="NAME", fate="same", default="default", variable="PET_ROLE",
+        metavar="NAME", default="default",
     ),
-    Option(
+    _torchruns(
         "--log-dir",
         "folder for <id>_<random>/attempt_<n>/<local rank>/stdout.log and stderr.log; /dev/null "
         "for none",
-        metavar="DIR", read=read_log_dir, fate="same", default="", variable="PET_LOG_DIR", example="--log-dir logs",
+        metavar="DIR", read=read_log_dir, default="", example="--log-dir logs",
     ),
-    Option(
+    _torchruns(
         "-r --redirects",
         "write streams to files instead of the terminal: 1 stdout, 2 stderr, 3 both; or for each "
         "local rank, 0:3,12:1",
-        metavar="MAP", fate="same", read=read_streams, default=0, variable="PET_REDIRECTS",
-        example="-r 0:1,1:3",
+        metavar="MAP", read=read_streams, default=0, example="-r 0:1,1:3",
     ),
-    Option(
+    _torchruns(
         "-t --tee", "write streams to files and to the terminal; MAP as for --redirects",
-        metavar="MAP", fate="same", read=read_streams, default=0, variable="PET_TEE",
-        example="-t 3",
+        metavar="MAP", read=read_streams, default=0, example="-t 3",
     ),
-    Option(
+    _torchruns(
         "--local-ranks-filter", "show the words of these local ranks only on the terminal",
-        metavar="R,...", fate="same", read=read_ranks, default=(),
-        variable="PET_LOCAL_RANKS_FILTER", example="--local-ranks-filter 0,1",
+        metavar="R,...", read=read_ranks, default=(), example="--local-ranks-filter 0,1",
     ),
-    Option(
+    _torchruns(
         "--duplicate-stdout-filters",
         "copy stdout lines with one of these words to filtered_stdout.log; ,, is a comma",
-        metavar="WORD,...", fate="same", read=read_words, default=(),
-        variable="PET_DUPLICATE_STDOUT_FILTERS",
+        metavar="WORD,...", read=read_words, default=(),
     ),
-    Option(
+    _torchruns(
         "--duplicate-stderr-filters",
         "copy stderr lines with one of these words to filtered_stderr.log; ,, is a comma",
-        metavar="WORD,...", fate="same", read=read_words, default=(),
-        variable="PET_DUPLICATE_STDERR_FILTERS",
+        metavar="WORD,...", read=read_words, default=(),
     ),
-    Option(
+    _torchruns(
         "--signals-to-handle", "the signals that stop the job; SIGINT always does",
-        metavar="SIG,...", fate="same", read=read_signals,
-        default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), variable="PET_SIGNALS_TO_HANDLE",
+        metavar="SIG,...", read=read_signals,
+        default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),
         example="--signals-to-handle SIGTERM,SIGUSR1",
     ),
-    Option(
+    _torchruns(
         "--shutdown-timeout", "torchrun's name for --grace",
-        metavar="S", fate="same", read=read_seconds, variable="PET_SHUTDOWN_TIMEOUT",
+        metavar="S", read=read_seconds,
         fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT", example="--grace 30",
     ),
-    Option(
+    _torchruns(
         "--virtual-local-rank",
         "every rank has LOCAL_RANK=0 and sees one GPU, its own, in CUDA_VISIBLE_DEVICES",
-        fate="same", variable="PET_VIRTUAL_LOCAL_RANK",
     ),
     # torchrun's, for several nodes
-    Option(
+    _torchruns(
         "--nnodes",
         "number of nodes of the job; one rallypoint run is started on each",
-        metavar="N", fate="same", read=read_nodes, default=1,
-        variable="PET_NNODES", example="--nnodes 2",
+        metavar="N", read=read_nodes, default=1, example="--nnodes 2",
     ),
     Option(
         "--engine",
@@ -262,43 +251,39 @@ RUN: tuple[Option, ...] = (
         metavar="local|ray", read=read_choice("local", "ray"), default="local",
         example="--engine ray",
     ),
-    Option(
+    _torchruns(
         "--node-rank",
         "place of this node; node 0 leads. Without it, the node whose address --rdzv-endpoint "
         "names leads, and the others get places as they come",
-        metavar="R", fate="same", read=read_count,
-        variable="PET_NODE_RANK", example="--node-rank 0",
+        metavar="R", read=read_count, example="--node-rank 0",
     ),
-    Option(
+    _torchruns(
         "--rdzv-backend",
         "how nodes find each other: static (at --master-addr and --master-port) or c10d (at "
         "--rdzv-endpoint)",
-        metavar="NAME", fate="same", read=read_backend, default="static",
-        variable="PET_RDZV_BACKEND", example="--rdzv-backend c10d",
+        metavar="NAME", read=read_backend, default="static", example="--rdzv-backend c10d",
     ),
-    Option(
+    _torchruns(
         "--rdzv-endpoint",
         "where nodes find each other. file:///shared/dir/job (not torchrun's): by a folder on a "
         "disk that all share; on one node that place is this job's alone while it runs",
-        metavar="HOST[:PORT]", fate="same", read=read_endpoint, default=("", 0),
-        variable="PET_RDZV_ENDPOINT", example="--rdzv-endpoint node0:29400",
+        metavar="HOST[:PORT]", read=read_endpoint, default=("", 0),
+        example="--rdzv-endpoint node0:29400",
     ),
-    Option(
+    _torchruns(
         "--rdzv-conf",
         "join_timeout=S (or timeout=S): seconds in which all nodes must come, 600 without it; "
         "is_host=1: this node leads",
-        metavar="K=V,...", fate="same", read=read_settings, default=(),
-        variable="PET_RDZV_CONF", example="--rdzv-conf join_timeout=900",
+        metavar="K=V,...", read=read_settings, default=(), example="--rdzv-conf join_timeout=900",
     ),
-    Option(
+    _torchruns(
         "--local-addr", "the address of this node from which it reaches the others",
-        metavar="ADDR", fate="same", read=read_address, default="", variable="PET_LOCAL_ADDR",
-        example="--local-addr 10.0.0.2",
+        metavar="ADDR", read=read_address, default="", example="--local-addr 10.0.0.2",
     ),
     Option(
         "--secret-file",
         "with several nodes: a file (mode 0600) with the secret of the job, the same on all",
-        metavar="F", default="", variable="RALLYPOINT_SECRET_FILE",
+        metavar="F", default="", other_variable="RALLYPOINT_SECRET_FILE",
         example="--secret-file secret",
     ),
     Option(
@@ -314,19 +299,19 @@ RUN: tuple[Option, ...] = (
     # torchrun's, without effect here
     Option(
         "--monitor-interval", "how often torchrun looks whether a worker has ended",
-        metavar="S", fate="accepted", read=read_seconds, variable="PET_MONITOR_INTERVAL",
+        metavar="S", fate="accepted", read=read_seconds, other_variable="PET_MONITOR_INTERVAL",
         example="--monitor-interval 0.1",
         why="a rank's end is seen at once, without looking at intervals",
     ),
     Option(
         "--start-method", "how torchrun starts functions; never had an effect on scripts",
         metavar="NAME", fate="accepted", read=read_choice("spawn", "fork", "forkserver"),
-        variable="PET_START_METHOD", example="--start-method spawn",
+        other_variable="PET_START_METHOD", example="--start-method spawn",
         why="it is for functions; scripts are forked from the template, or --fresh",
     ),
     Option(
         "--event-log-handler", "where torchrun's events go",
-        metavar="NAME", fate="accepted", variable="PET_EVENT_LOG_HANDLER",
+        metavar="NAME", fate="accepted", other_variable="PET_EVENT_LOG_HANDLER",
         why="what happened stands in events.jsonl of the run folder",
     ),
     Option(
