@@ -42,7 +42,7 @@ class Words:
         return self.missing
 
     def roll_call(
-        self, ranks: object, size: int, asked: list[Any], seen: object
+        self, ranks: object, size: int, asked: list[Any], seen: object, *, spawned: bool
     ) -> tuple[Any, ...]:
         return (asked, seen)
 
