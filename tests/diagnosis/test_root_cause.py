@@ -1320,6 +1320,25 @@ HISTORIES = [
         "all 3 ranks waited in all_reduce until the timeout; the cause is not known",
         "possible",
     ),
+    # The other member of the group is a process that the program had started itself.
+    History(
+        "the-peer-is-a-process-of-the-rank",
+        job(
+            lost(
+                0,
+                dead_child=(24320, 1, 0),
+                said=(
+                    "Traceback (most recent call last):",
+                    '  File "/home/ada/exp/train.py", line 12, in <module>',
+                    "ValueError: the interval is 0",
+                ),
+            )
+        ),
+        "cause-unknown",
+        (0,),
+        "rank 0 lost another rank (all_reduce: Connection closed by peer); the cause is not known",
+        "possible",
+    ),
     History(
         "gloo-finds-addresses-of-ranks-that-are-gone",
         job(

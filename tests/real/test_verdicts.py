@@ -13,7 +13,7 @@ import pytest
 
 from rallypoint.diagnosis.evidence import memory_counters
 
-from .conftest import RunWarm
+from .conftest import RunWarm, Write
 from .job import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("torch_in_parts")]
@@ -302,6 +302,21 @@ def test_a_process_whose_end_its_rank_has_not_noticed(run_warm: RunWarm, tmp_pat
     result = run_warm(_write(tmp_path, DEAD_LOADER))
     assert result.codes == ["ranks-missing"], result.everything
     told = ", which rank 1 had started, was killed by SIGKILL; rank 1 has not noticed it"
+    assert told in result.prose, result.everything
+
+
+def test_a_process_whose_end_leads_to_the_exception_of_its_rank(
+    run_warm: RunWarm, write: Write
+) -> None:
+    """It was looked for when the report was made, and mostly the rank was gone by then."""
+    script = write(
+        "train.py",
+        "import os, subprocess\nchild = subprocess.Popen(['sleep', '1000'])\nchild.kill()\n"
+        "os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)\n"
+        "raise RuntimeError('Connection reset by peer')\n",
+    )
+    result = run_warm(script, nproc=1)
+    told = ", which rank 0 had started, was killed by SIGKILL; rank 0 has not noticed it"
     assert told in result.prose, result.everything
 
 

@@ -58,7 +58,7 @@ def account(
     the exception that it is about, which is quoted.
     """
     evidence, help = tuple(fields.pop("evidence", ())), tuple(fields.pop("help", ()))
-    if case.ranks and "said" not in fields:
+    if case.ranks and ("said" not in fields or code == "cause-unknown"):
         rank, main = case.first, error or case.first.raised
         own = main.traceback if main is not None else ""
         lost = rank.in_thread
@@ -74,11 +74,11 @@ def account(
                 case, fields["why"] = likely(case), f"{thread}: it may have led to this"
             else:
                 evidence = (thread, *evidence)
-        elif rank.dead_child is not None:
-            evidence = (_unnoticed(case, *rank.dead_child), *evidence)
         elif case.job.log is None and (line := tracebacks.other_traceback(rank.said, own)):
             told = f"the log of {who(rank)} has another traceback, which may tell more: {cut(line)}"
             evidence = (told, *evidence)
+        if lost is None and rank.dead_child is not None:
+            evidence = (_unnoticed(case, *rank.dead_child), *evidence)
     if error is not None:
         rank, why = case.first, fields.get("why", "")
         if error.is_open:

@@ -193,7 +193,7 @@ class EvidenceGatherer:
         # others wait for this rank to join.
         tries = not waits or handle.joined_at is not None
         return RankEvidence(
-            dead_child=handle.failed_child(),
+            dead_child=handle.dead_child or handle.failed_child(),
             **{name: getattr(handle, name) for name in _AS_TOLD},
             handled=tuple(
                 one for one in handle.caught.values() if one.call != CUDA_START or not tries

@@ -103,6 +103,7 @@ class RankHandle:
         self.log_rank = local_rank  # the local rank whose log has its words
         self.reaped = False
         self.raised: Raised | None = None
+        self.dead_child: tuple[int, int, int] | None = None  # `failed_child` when it raised
         self.in_thread: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
