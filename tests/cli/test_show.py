@@ -468,6 +468,7 @@ def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(
             "rallypoint show --list",
         ),
         (["a", "b"], "error[usage]: show takes one run, and got 2", "rallypoint show --list"),
+        ([""], "error[usage]: show takes a run, and got an empty word", "rallypoint show --list"),
         (
             ["--list", "cd34"],
             "error[usage]: --list names no run, and got cd34",

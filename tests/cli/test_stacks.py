@@ -83,6 +83,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "error[usage]: no job of this user is running here"),
         (["a", "b"], "error[usage]: stacks takes one run, and got 2"),
+        ([""], "error[usage]: stacks takes a run, and got an empty word"),
         (["/no/such/folder"], "error[usage]: /no/such/folder is no folder"),
         (["--jsno"], "error[option-unknown]: rallypoint stacks has no option --jsno"),
         (["--error-format", "xml"], "error[usage]: --error-format xml is not one of text, json"),

@@ -209,7 +209,12 @@ def _nearest_option(name: str, names: Collection[str]) -> str:
 
 
 def no_word(word: str, command: Command) -> UsageError | None:
-    """Return the error for a word that was meant as an option, from a document or from quotes."""
+    """Return the error for a word that was meant as an option, from a document or from quotes, or
+    that a variable of the shell left empty.
+    """
+    if not word and command.words == "own":
+        help = (("see what is kept", "rallypoint show --list"),)
+        return UsageError("usage", f"{command.name} takes a run, and got an empty word", help=help)
     name, *rest = word.split() or [""]
     if rest and any(name in option.spellings for option in command.options):
         return UsageError(
