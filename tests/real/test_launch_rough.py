@@ -602,6 +602,25 @@ def test_a_module_that_launches_as_it_is_imported_does_not_start_itself_again(
     assert (tmp_path / "imports").read_text() == "x" * 4
 
 
+def test_what_is_written_to_a_closed_stream_does_not_reach_the_agent(tmp_path: Path) -> None:
+    """The socket to the agent was descriptor 1 then, and the agent ended of the words in it."""
+    said = script(
+        tmp_path,
+        """
+        import contextlib, os
+        import rallypoint
+
+        out = os.dup(1)
+        os.close(1)
+        for n in range(2):
+            os.write(out, str(rallypoint.launch(lambda: 7, preload=["none"])).encode())
+            with contextlib.suppress(OSError):
+                os.write(1, b"words")
+        """,
+    )
+    assert said == "[7][7]"
+
+
 def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
     """A sample of all lines of the caller's side; the agent is a new one after most of them."""
     said = script(

@@ -43,22 +43,33 @@ class AgentKey(NamedTuple):
     user: int  # a program may have given up root since
 
 
+def _pair() -> list[socket.socket]:
+    """Return two connected sockets, as `protocol.pair()`, which is not loaded yet.
+
+    Their descriptors are above those of the standard streams: what a program writes to one that it
+    has closed must not go into them, and the standby has streams of its own.
+    """
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        return [
+            socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+            for end in (near, far)
+        ]
+
+
 class PooledAgent:
     """A standby process and the socket to it. `environment`: that of its template."""
 
     def __init__(self, key: AgentKey, environment: Mapping[str, str]) -> None:
-        # `channel.pair()`, which is not loaded yet.
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line, theirs = _pair()
         self.key = key
         self.environment = dict(environment)
         self.pid = 0
         self._pidfd = OwnedFds()
         self._files = [file_behind(self.line.fileno())]
         self._parent = os.getpid()
-        passed = OwnedFds()
+        line = theirs.fileno()
         try:
-            # 3 or more: its standard streams will be below.
-            line = passed.add(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
             self.pid = spawn.spawn(
                 ["-c", spawn.STANDBY % (line, self._parent)],
                 self.environment,
@@ -78,7 +89,6 @@ class PooledAgent:
             self.line.close()
             raise
         finally:
-            passed.close()
             theirs.close()
         _agents.add(self)
 
