@@ -284,3 +284,28 @@ raise RuntimeError("Connection closed. This is typically caused by a remote work
     status, said = lead.end()
     assert status == 75
     assert "the host is up, its launcher is gone" in " ".join(said.split())
+
+
+def test_a_failure_that_no_lead_has_judged_stands_beside_the_loss_of_the_lead(
+    nodes: Nodes,
+) -> None:
+    """The exception of its own rank was not told on the node that had lost the lead."""
+    program = """
+import os, time
+print("rank", os.environ["RANK"], "is up", flush=True)
+while os.environ["RANK"] != "1" or not os.path.exists("now"):
+    time.sleep(0.01)
+raise ValueError("the batch is bad")
+"""
+    agents = nodes.start(program), nodes.start(program)
+    for agent in agents:
+        agent.await_line(r"rank \d is up")
+    lead, other = sorted(agents, key=lambda agent: "rank 1" in agent.said)
+    lead.signal(signal.SIGSTOP)
+    (nodes.folder / "now").touch()
+    status, said = other.end()
+    assert (status, re.findall(r"^error\[(.*?)\]", said, re.MULTILINE)) == (
+        75,
+        ["lead-lost", "rank-raised"],
+    ), said
+    lead.signal(signal.SIGCONT)

@@ -414,13 +414,15 @@ class OtherNodes:
         job.loop.cancel("sentence")
         sentence, self._sentence, self._waits_for_sentence = self._sentence, None, False
         if sentence is None:
-            seat = job.seat
-            alone = FailedAttempt({seat.node: self._evidence}, world_size=seat.world.size)
-            because, name = self._stopped_by
-            sentence = judge(self._plan, alone._replace(because=because, signal=name))
+            sentence = self._judge_alone()
         self._status = sentence.status
         self._show(sentence)
         job.feed(supervisor.Judged(sentence.status, sentence.same))
+
+    def _judge_alone(self) -> Sentence:
+        seat, (because, name) = self._job.seat, self._stopped_by
+        alone = FailedAttempt({seat.node: self._evidence}, world_size=seat.world.size)
+        return judge(self._plan, alone._replace(because=because, signal=name))
 
     def _show(self, sentence: Sentence) -> None:
         """Show the reports: whole on every screen, one line where node 0 shares the screen."""
@@ -435,12 +437,16 @@ class OtherNodes:
         )
 
     def show_loss(self) -> None:
-        """Show the report on the end of the conversation with the lead."""
+        """Show the report on the end of the conversation with the lead, and the causes that this
+        node had sent, and that the lead has not judged.
+        """
+        own = self._judge_alone().reports if self._waits_for_sentence else ()
+        own = tuple(one for one in own if one.code not in ("cause-unknown", "interrupted"))
         job, report = self._job, self._report_of_loss()
         host, folder, seat = os.uname().nodename, job.reporter.run_dir, job.seat
         report = msgspec.structs.replace(report, logs=(f"{host}:{folder}",) if folder else ())
         here = render.own_part(report, seat.node, host, seat.ranks, None)
-        job.reporter.show((report,), here=here)
+        job.reporter.show((report, *own), here=here)
         job.feed(supervisor.Judged(report.exit_status))
 
     def _report_of_loss(self) -> Report:
