@@ -118,6 +118,16 @@ def test_the_same_failure_is_said_in_one_line_and_ends_the_restarts(run: Run, wr
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_a_restart_without_its_working_directory_is_one_that_cannot_start(
+    run: Run, write: Write
+) -> None:
+    """Ranks ended with a traceback of ours then, which was told as an exception of the program's."""
+    program = write("job/train.py", "import os, shutil\nshutil.rmtree(os.getcwd())\n1 / 0\n")
+    result = run("--max-restarts", "1", program.name, cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["rank-raised", "start-failed"]), result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_the_atexit_handlers_of_a_rank_that_raised_may_save_something(
     run: Run, write: Write
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -170,14 +172,17 @@ def _said_by(leaving: SystemExit) -> str:
 
 
 def folder(program: Program) -> str:
-    """Return the folder that the interpreter puts first on `sys.path`."""
-    if _holds_main(program):
-        return os.path.abspath(program.target)
-    return (
-        os.getcwd()
-        if program.kind in ("module", "function")
-        else os.path.dirname(os.path.realpath(program.target))
-    )
+    """Return the folder that the interpreter puts first on `sys.path`; "" when it depends on the
+    working directory, and that has been removed."""
+    with contextlib.suppress(FileNotFoundError):
+        if _holds_main(program):
+            return os.path.abspath(program.target)
+        return (
+            os.getcwd()
+            if program.kind in ("module", "function")
+            else os.path.dirname(os.path.realpath(program.target))
+        )
+    return ""
 
 
 def place_folder(program: Program) -> None:
@@ -196,6 +201,9 @@ def load(program: Program) -> tuple[CodeType, ModuleType]:
     if program.kind == "module":
         sys.argv[0] = "-m"  # a package's __init__ sees it while the module is searched
         sys.orig_argv.insert(2, "-m")
+    if program.kind != "module" and not folder(program):
+        gone = "the working directory has been removed"
+        raise FileNotFoundError(errno.ENOENT, gone, program.target)
     place_folder(program)
     if program.kind != "module" and not _holds_main(program):
         path = os.path.abspath(program.target)
