@@ -144,7 +144,7 @@ _BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
     "loader-killed": lambda error: loader_killed(error) and not is_out_of_memory(error),
     "pool-broken": lambda error: (
         _short(error.type) in ("BrokenProcessPool", "TerminatedWorkerError")
-        or "One of the subprocesses has abruptly died during" in error.message  # datasets
+        or python.POOL_BROKEN.search(error.message)
     ),
     "files-exhausted": lambda error: error.errno in (errno.EMFILE, errno.ENFILE),
     "not-pickled": lambda error: (
@@ -560,7 +560,8 @@ def in_short(error: Raised) -> str:
     """
     consequence = meaning(error) is not Meaning.OWN
     found = _LOST_WORDS.search(error.message) if consequence else None
-    words = found.group(0) if found else f"{error.type}: {error.message}".partition("\n")[0]
+    whole = f"{error.type}: {error.message}" if error.type else error.message
+    words = found.group(0) if found else torch.LOGGED.sub("", whole.partition("\n")[0])
     if nccl_gave_up(error):
         words = f"NCCL: {nccl_words(error.message)}"
     return f"{error.call}: {words}" if error.call else words

@@ -272,6 +272,10 @@ def placed(report: Report, findings: Findings) -> Report:
     spoken = [
         s for s in findings.sightings if s.sign is Sign.SPOKEN and not slurm_words.is_stop(s.text)
     ]
+    # Who refused to start the job says so in several lines: "srun: error: ...".
+    spoken = [
+        s for s in spoken if not report.headline.startswith(f"{s.text.partition(':')[0]} did not start")
+    ]
     before = of_place(report.code, Place(log, int(line)), spoken)
     if before is None:
         return report

@@ -65,7 +65,8 @@ def _not_found(case: Case) -> Report:
         headline, helps = refused
     else:
         reason, help = of_no_start(file, words, case.first.not_executed)
-        headline, helps = f"{file} cannot be started: {reason}", [help]
+        shown = repr(file) if file.endswith(" ") else file
+        headline, helps = f"{shown} cannot be started: {reason}", [help]
         if help.command.endswith(f"which {file}"):
             why = "it was looked for on the PATH of the job"
     return account(

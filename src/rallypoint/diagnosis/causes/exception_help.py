@@ -123,6 +123,14 @@ _HELPS = (
         ),
     ),
     (
+        r"^Can't get attribute '\w+' on <module '__main__' \(",
+        (
+            Help(
+                "put the function into a file and import it: a new process does not have what a notebook or a prompt defined"
+            ),
+        ),
+    ),
+    (
         r"^Numpy is not available$|compiled using NumPy 1\.x|_ARRAY_API not found|numpy\.core\.multiarray failed to import",
         (
             Help(
@@ -216,6 +224,9 @@ def of_no_start(file: str, words: str, number: int) -> tuple[str, Help]:
         command = f"ldd $(which {file})"
     elif number == errno.ENOEXEC:
         reason = "it is no program for this machine"
+    elif file.endswith(" "):
+        look = "end the line of the command with the backslash: with a space behind it, it makes an argument of that space"
+        command = "grep -n '\\\\ $' SCRIPT"
     elif file.endswith("\\r"):
         look, command = "write the script's lines without the \\r of Windows", "dos2unix SCRIPT"
     elif "bad interpreter" in words or "required file" in words:

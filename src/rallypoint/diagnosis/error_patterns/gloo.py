@@ -14,8 +14,10 @@ CAUSES = {
     ),
 }
 
-CHECKED = Pattern(r"enforce fail at|EnforceNotMet")
-"""Texts of gloo about wrong data that arrived: that is no lost connection."""
+CHECKED = Pattern(r"(?:enforce fail at|EnforceNotMet)(?!.*SO_ERROR: )", re.DOTALL)
+"""Texts of gloo about wrong data that arrived: that is no lost connection. Old gloo tells one so, too,
+by the error of its socket.
+"""
 
 LOST = Pattern(
     r"This is typically caused by a remote worker"

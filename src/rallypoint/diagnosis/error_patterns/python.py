@@ -71,6 +71,12 @@ SYMBOL = Pattern(
 
 NOT_PICKLED = Pattern(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
 
+POOL_BROKEN = Pattern(  # datasets; nnU-Net and batchgenerators
+    r"One of the subprocesses has abruptly died during"
+    r"|\bbackground workers? (?:is 6 feet under|are no longer alive)"
+)
+"""Words about a process of a pool that has ended."""
+
 BARE_TYPES = (
     "ConnectionError",
     "ConnectionResetError",

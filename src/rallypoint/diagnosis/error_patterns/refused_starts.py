@@ -21,9 +21,17 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     ),
     (
         "launch failed: ",
+        r"^(?P<by>srun): error: (?:.{1,80} )?launch failed: (?P<reason>.*cpu bind.*)$",
+        _NOT_STARTED,
+        Help(
+            "it was called inside a job: leave that job's binding behind", "unset ${!SLURM_CPU_BIND@}"
+        ),
+    ),
+    (
+        "launch failed: ",
         r"^(?P<by>srun): error: (?:.{1,80} )?launch failed: (?P<reason>.+)$",
         _NOT_STARTED,
-        None,
+        Help("see which nodes Slurm finds at fault, and leave them out", "sinfo -R"),
     ),
     *(
         (

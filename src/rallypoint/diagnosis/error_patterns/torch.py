@@ -124,6 +124,9 @@ CAUSES = {
     ),
 }
 
+LOGGED = Pattern(r"^\[[EWF]\d* [^\]]*\] ")
+"""What torch's logger of C++ puts before a line: the time, and a place in torch's source."""
+
 URL_LACKS = Pattern(
     r"^Error initializing torch\.distributed using (?:tcp|file):// rendezvous: (port|path)\b"
 )

@@ -50,7 +50,7 @@ _WORTH = re.compile(
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
     rb"|o(?:om|gs   /|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
     rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
-    rb"|\xc9(?:rror)|\x00"
+    rb"|\xc9(?:rror)"
 )
 # Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.
 _MESSAGES = ("log", "message", "msg", "textPayload", "event")
@@ -61,8 +61,10 @@ _TYPED = (
     ("error.type", "error.message"),
 )  # OpenTelemetry, and Elastic's schema
 _RANKS = ("rank", "global_rank", "RANK")
-# Quotation marks that a page makes of those of a log; and no null.
-_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''", "\0")
+# Quotation marks that a page makes of those of a log.
+_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
+# What was truncated while it was written begins with one, and a file on NFS may have some.
+_HOLE = re.compile(rb"\0{64,}")
 # Colours with the escape character written out, by syslog or a terminal.
 _SPELLED = re.compile(r"(?:#033|\^\[|\\(?:x1b|033|u001b|e))\[[\d;]{0,20}m")
 _DIGITS = b"0123456789"
@@ -197,7 +199,7 @@ def _unwrapped(data: bytes) -> list[str]:
 
 def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """UTF-16 and UTF-32 (what PowerShell's `>` writes) to UTF-8; everything else as it is, without
-    a byte order mark.
+    a byte order mark. Nulls are left out.
     """
     decoder: codecs.IncrementalDecoder | None = None
     first = True
@@ -208,15 +210,17 @@ def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
             if encoding:
                 decoder = codecs.getincrementaldecoder(encoding)("replace")
             chunk = chunk.removeprefix(codecs.BOM_UTF8)
-        yield decoder.decode(chunk).encode("utf-8", "replace") if decoder is not None else chunk
+        text = decoder.decode(chunk).encode("utf-8", "replace") if decoder is not None else chunk
+        yield text.replace(b"\0", b"")
 
 
 def _encoding(head: bytes) -> str:
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
 
 
-def is_text(head: bytes) -> bool:
+def is_text(chunk: bytes) -> bool:
     """Tell whether the start of a file looks like something that was written for people."""
+    head = _HOLE.sub(b"", chunk)[:4096]
     if not head or _encoding(head):
         return True
     # A progress bar has many backspaces. Random bytes have one control in eleven, which once was

@@ -58,7 +58,7 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
                 return
             if not chunk:
                 return
-            if first and not is_text(chunk[:4096]):
+            if first and not is_text(chunk):
                 look = ("see what it is", f"file {path}")
                 raise UsageError("usage", f"{path} is no text, so it is no log", help=(look,))
             first = False
@@ -70,7 +70,7 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
 def of_stream(read: Callable[[int], bytes]) -> Iterator[bytes]:
     """Read a pipe by its `read1`, as bytes come. Raises `UsageError` when it begins like no text."""
     for i, chunk in enumerate(iter(lambda: read(CHUNK), b"")):
-        if i == 0 and not is_text(chunk[:4096]):
+        if i == 0 and not is_text(chunk):
             raise UsageError(
                 "usage",
                 "what came from stdin is no text, so it is no log",
