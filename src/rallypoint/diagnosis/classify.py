@@ -560,10 +560,10 @@ def in_short(error: Raised) -> str:
     """
     consequence = meaning(error) is not Meaning.OWN
     found = _LOST_WORDS.search(error.message) if consequence else None
-    whole = f"{error.type}: {error.message}" if error.type else error.message
-    words = found.group(0) if found else torch.LOGGED.sub("", whole.partition("\n")[0])
+    words = found.group(0) if found else f"{error.type}: {error.message}".partition("\n")[0]
     if nccl_gave_up(error):
         words = f"NCCL: {nccl_words(error.message)}"
+    words = torch.LOGGED.sub("", words)
     return f"{error.call}: {words}" if error.call else words
 
 

@@ -30,7 +30,7 @@ import msgspec
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes import wording
-from rallypoint.diagnosis.error_patterns import slurm_words
+from rallypoint.diagnosis.error_patterns import python, slurm_words
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import Findings, Place, Sighting, Sign
 from rallypoint.diagnosis.pattern import Pattern
@@ -101,9 +101,6 @@ _OF_A_LIBRARY = Pattern(
     r"|[Ll]ibrary not loaded|image not found|dlopen\(|incompatible architecture|compiled using NumPy|numpy\.dtype size changed"
     r"|numpy\.core\.multiarray failed|lib\w+\.(so|dylib)\b"
 )
-_PICKLED = Pattern(
-    r"[Cc]an(?:'|no)t pickle|Can't get local object|not picklable"
-)  # what the program gave to multiprocessing
 # Of these the kind alone says nothing: everybody raises them.
 _ANYBODYS = frozenset(
     (
@@ -197,7 +194,7 @@ def of_error(error: Raised) -> str:
         kind in ("ImportError", "ModuleNotFoundError")
         or classify.fits("disk-full", error)
         or _OF_A_FILE.search(error.message)
-        or _PICKLED.search(error.message)
+        or python.NOT_PICKLED.search(error.message)
     ):
         return ""
     if inner is not None and _BETWEEN.search(inner.file):
@@ -272,9 +269,11 @@ def placed(report: Report, findings: Findings) -> Report:
     spoken = [
         s for s in findings.sightings if s.sign is Sign.SPOKEN and not slurm_words.is_stop(s.text)
     ]
-    # Who refused to start the job says so in several lines: "srun: error: ...".
+    # What refuses to start the job says so in several lines: "srun: error: ...".
     spoken = [
-        s for s in spoken if not report.headline.startswith(f"{s.text.partition(':')[0]} did not start")
+        s
+        for s in spoken
+        if not report.headline.startswith(f"{s.text.partition(':')[0]} did not start")
     ]
     before = of_place(report.code, Place(log, int(line)), spoken)
     if before is None:

@@ -14,7 +14,7 @@ CAUSES = {
     ),
 }
 
-CHECKED = Pattern(r"(?:enforce fail at|EnforceNotMet)(?!.*SO_ERROR: )", re.DOTALL)
+CHECKED = Pattern(r"(?:enforce fail at|EnforceNotMet)(?!.{0,400}SO_ERROR: )", re.DOTALL)
 """Texts of gloo about wrong data that arrived: that is no lost connection. Old gloo tells one so, too,
 by the error of its socket.
 """

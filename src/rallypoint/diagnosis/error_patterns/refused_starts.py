@@ -24,7 +24,8 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         r"^(?P<by>srun): error: (?:.{1,80} )?launch failed: (?P<reason>.*cpu bind.*)$",
         _NOT_STARTED,
         Help(
-            "it was called inside a job: leave that job's binding behind", "unset ${!SLURM_CPU_BIND@}"
+            "it was called inside a job: leave that job's binding behind",
+            "unset ${!SLURM_CPU_BIND@}",
         ),
     ),
     (
@@ -33,14 +34,11 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         _NOT_STARTED,
         Help("see which nodes Slurm finds at fault, and leave them out", "sinfo -R"),
     ),
-    *(
-        (
-            word,
-            r"^(?P<by>srun|sbatch|salloc|mpirun|mpiexec): (?:Error: )?(?P<reason>(?:unrecognized|unknown|invalid) option\b.+)$",
-            _NOT_STARTED,
-            None,
-        )
-        for word in ("unrecognized option", "unknown option", "invalid option")
+    (
+        " option",
+        r"^(?P<by>srun|sbatch|salloc|mpirun|mpiexec): (?:Error: )?(?P<reason>(?:unrecognized|unknown|invalid) option\b.+)$",
+        _NOT_STARTED,
+        None,
     ),
     (
         "unable to launch the specified",
@@ -79,15 +77,12 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
         Help("take another user, or allow it", "mpirun --allow-run-as-root ..."),
     ),
     # Of the state that Kubernetes tells: an event may be long over.
-    *(
-        (
-            word,
-            r"\b[Rr]eason\"?: +\"?(?P<reason>ErrImage(?:Never)?Pull|ImagePullBackOff"
-            r"|CreateContainer(?:Config)?Error|RunContainerError)\b",
-            "Kubernetes did not start the container: {reason}",
-            _EVENTS,
-        )
-        for word in ("Image", "Container")
+    (
+        "eason",
+        r"\b[Rr]eason\"?: +\"?(?P<reason>ErrImage(?:Never)?Pull|ImagePullBackOff"
+        r"|CreateContainer(?:Config)?Error|RunContainerError)\b",
+        "Kubernetes did not start the container: {reason}",
+        _EVENTS,
     ),
     (
         "docker: Error response",
@@ -115,7 +110,7 @@ REFUSALS: tuple[tuple[str, str, str, Help | None], ...] = (
     ),
     (
         "ermission denied (",
-        r"^(?:(?!git@)\S{1,200}: )?Permission denied (?P<reason>\([a-z,-]{1,100}\))\.$",
+        r"^(?:(?!git@)\S{1,200}: ){0,2}Permission denied (?P<reason>\([a-z,-]{1,100}\))\.$",
         "ssh could not log in: the other machine took no key or password of this user {reason}",
         _LOG_IN,
     ),

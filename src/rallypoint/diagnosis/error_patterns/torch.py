@@ -124,7 +124,7 @@ CAUSES = {
     ),
 }
 
-LOGGED = Pattern(r"^\[[EWF]\d* [^\]]*\] ")
+LOGGED = Pattern(r"^:? ?\[[EWF]\d* [^\]]*\] ")
 """What torch's logger of C++ puts before a line: the time, and a place in torch's source."""
 
 URL_LACKS = Pattern(

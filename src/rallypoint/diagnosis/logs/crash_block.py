@@ -49,6 +49,10 @@ class Crash(Block):
     def take(self, number: int, text: str) -> bool:
         """Tell whether the line belongs to it."""
         self._blank += not text.strip()
+        # MLIR, of which Triton makes use, shows what it compiled, and the program gets an exception.
+        if "LLVM ERROR: " in self.lines[0] and text.startswith(("#", "module ")):
+            self.ignored = self.done = True
+            return False
         if self._dump and not text.strip():
             self.done = self._blank > 3
             return True

@@ -49,7 +49,7 @@ _WORTH = re.compile(
     rb"|recognized opt|valid opt|known opt)|T(?:raceback|hread (?:\w+ \((?:active|idle)|0x))|S(?:IG)"
     rb"|C(?:ANCELLED|ould not resolve|trl-C|ommunication with the)"
     rb"|o(?:om|gs   /|t found|t enough slots| such file|rt(?<=bort)| NVIDIA driver| module named)|O(?:OM)"
-    rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
+    rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA|ROR[]_: ])|c(?:ore d|ommunication with|orrupt)|D(?:uplicate GPU)"
     rb"|\xc9(?:rror)"
 )
 # Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.
@@ -63,8 +63,6 @@ _TYPED = (
 _RANKS = ("rank", "global_rank", "RANK")
 # Quotation marks that a page makes of those of a log.
 _QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
-# What was truncated while it was written begins with one, and a file on NFS may have some.
-_HOLE = re.compile(rb"\0{64,}")
 # Colours with the escape character written out, by syslog or a terminal.
 _SPELLED = re.compile(r"(?:#033|\^\[|\\(?:x1b|033|u001b|e))\[[\d;]{0,20}m")
 _DIGITS = b"0123456789"
@@ -220,7 +218,8 @@ def _encoding(head: bytes) -> str:
 
 def is_text(chunk: bytes) -> bool:
     """Tell whether the start of a file looks like something that was written for people."""
-    head = _HOLE.sub(b"", chunk)[:4096]
+    # What was truncated while it was written begins with a hole, and a file on NFS may have some.
+    head = (chunk.replace(b"\0", b"") if b"\0" * 64 in chunk else chunk)[:4096]
     if not head or _encoding(head):
         return True
     # A progress bar has many backspaces. Random bytes have one control in eleven, which once was

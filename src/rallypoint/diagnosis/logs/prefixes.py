@@ -154,6 +154,7 @@ class Prefixes:
         self._indent = 0  # of all lines
         self._level = ""  # of most lines, where a logger wrote all
         self.quiet = False  # a logger wrote the line that was parted last, at a level below WARNING
+        self.loud = ""  # the first line, where a logger wrote all at level ERROR or above
         self._common: dict[str, re.Pattern[str]] = {}  # what all lines have, at most one
 
     def begin(self, lines: Sequence[str], *, whole: bool) -> None:
@@ -165,6 +166,7 @@ class Prefixes:
         lines = [line[self._indent :] for line in lines]
         levels = [_level(_LOGGER.match(line)) for line in lines]
         self._level = max(levels, key=levels.count) if len(levels) > 1 and all(levels) else ""
+        self.loud = lines[0] if self._level in ("ERROR", "CRITICAL", "FATAL") else ""
         found = _COMMON.match(lines[0]) if lines else None
         if found is None or (not found["clock"] and (len(lines) < FEWEST or not whole)):
             return

@@ -129,6 +129,8 @@ class Reader:
             if cut and not self._spoke:
                 self._note(Sign.SPOKEN, block.start, speaker, HEADER)
             self._settle(name)
+        if self._prefixes.loud and not self._seen.every:
+            self._note(Sign.SPOKEN, 1, NOBODY, self._prefixes.loud)
         self._seen.end()
         self._count_members()
         return Findings(
@@ -315,7 +317,10 @@ class Reader:
             return
         place = Place(self._log, block.start, block.last)
         if isinstance(block, Crash):
-            self._crashed(speaker, place, block, block.error())
+            if block.ignored:
+                self._note(Sign.SPOKEN, block.start, speaker, block.lines[0])
+            else:
+                self._crashed(speaker, place, block, block.error())
             return
         if block.rank >= 0:  # a group may begin below
             self._spawned = (block.last, block.rank)

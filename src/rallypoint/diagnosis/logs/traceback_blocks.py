@@ -34,11 +34,10 @@ _SURE = Pattern(
     r"(?:Error|Exception(?:Group)?|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
 )
 
-_RAISING = Pattern(r"raise (?P<type>[A-Z][\w.]*)\([rf]?[\"'](?P<message>[^{]*)")
-_RAISES = Pattern(r"raise (?P<type>[A-Z][\w.]*)\(")
+_RAISING = Pattern(r"raise (?P<type>[A-Z][\w.]*)\((?:[rf]?[\"'](?P<message>[^{]*)|$)")
 # Ranks that share a terminal write the parts of a line into each other.
 _WOVEN = Pattern(
-    r"(?:(?P<module>\w[\w.]*?)(?P=module)+\.+)?(?P<type>\w+?(?:Error|Exception))(?P=type)+"
+    r"(?:(?P<module>\w[\w.]{0,99}?)(?P=module)+\.+)?(?P<type>\w{1,60}?(?:Error|Exception))(?P=type)+"
 )
 _RAY_TASK = Pattern(r"ray\.exceptions\.RayTaskError\(((?!Dist)\w+)\): ")
 _CARETS = Pattern(r"^[\s~^]+$")
@@ -127,10 +126,8 @@ class Traceback(Block):
         self.stray = self._tail = self._blank = 0
         self._ended = False
         self._doubtful: tuple[str, str, int] | None = None
-        # what is the message where none with a type comes: a hook of a library may print it so
-        self._untyped: tuple[str, str, int] | None = None
-        self._nested = False  # the message has frames
         self._kind, self._message = "", [""]
+        self._said = ""  # first line of others inside: a hook may show a message without its type
         # the type of what a task of Ray's raised (its own traceback is below), or Ctrl-C
         self._task = "KeyboardInterrupt" if "^C" in head else ""
 
@@ -213,9 +210,7 @@ class Traceback(Block):
         elif (task := _RAY_TASK.match(body)) is not None:
             self._task = task[1]
         else:
-            raises = _RAISES.search(self._frames[-1].source) if self._frames else None
-            if raises and not (self._untyped or ANOTHERS.match(body) or read_line.told_by(body)):
-                self._untyped = (raises["type"], body, number)
+            self._said = self._said or body
             self.stray += not native(body)
             self.done = self.stray > STRAY
             return False
@@ -225,9 +220,8 @@ class Traceback(Block):
     def _end(self, kind: str, message: str, number: int) -> None:
         if (woven := _WOVEN.fullmatch(kind)) is not None:
             kind, message = woven["type"], message.lstrip(": ")
-            times = woven[0].count(kind)
-            one = message[: len(message) // times]
-            message = one if one * times == message else message
+            one = message[: len(message) // woven[0].count(kind)]
+            message = one if message.replace(one, "") == "" else message
         self._kind, self._message, self._ended, self._doubtful = kind, [message], True, None
         self.last = number
         if self._headless and not kind.endswith(NOT_COMPILED):
@@ -265,18 +259,15 @@ class Traceback(Block):
         if (rank := spawned(body)) >= 0:
             self.rank, self._joint = rank, "inside"
             return True
-        if self._message[0].rstrip().endswith(":") and body.startswith("    "):
-            inner_line = _TYPED.match(body.lstrip())
-            if inner_line and _SURE.search(inner_line["type"]):  # of what it was raised for
-                self._end(inner_line["type"], inner_line["message"] or "", number)
-            self._nested |= 'File "' in body
-            if self._nested:
-                self._keep(body)
-                return True
+        # What ends with a colon shows what it was raised for.
+        inside = body.startswith("    ") and self._message[0].rstrip().endswith(":")
+        typed = _TYPED.match(body.lstrip()) if inside else None
+        if typed and _SURE.search(typed["type"]):
+            self._end(typed["type"], typed["message"] or "", number)
+            return True
         if HEADER in body:
-            # What ends with a colon shows what it was raised for.
-            below = self._tail <= 2 and self._message[-1].rstrip().endswith(":")
-            inner = "Original Traceback" in body or (below and not self._joint)
+            shown = self._tail <= 2 and self._message[-1].rstrip().endswith(":")
+            inner = "Original Traceback" in body or (shown and not self._joint)
             of_rank = _OF_RANK.search(body) if self._gathered else None
             alone = not self._joint and not inner and of_rank is None
             if alone or GroupTraceback.HEAD.search(body.partition(HEADER)[0]):
@@ -302,7 +293,7 @@ class Traceback(Block):
             self._message.append(body)
             self._keep(body)
             return True
-        self.stray += not native(body)
+        self.stray += not (native(body) or inside)
         self.done = self.done or self.stray > 2
         return False
 
@@ -332,10 +323,11 @@ class Traceback(Block):
         """
         raising = _RAISING.match(self._frames[-1].source) if self._frames else None
         if raising is not None and not (self._ended or self._doubtful):
-            self._end(raising["type"], raising["message"].rstrip("\"') "), self.last)
+            message = raising["message"] or self._said
+            self._end(raising["type"], message.rstrip("\"') "), self.last)
         elif self._task and not (self._ended or self._doubtful):
             self._end(self._task, "", self.last)
-        return bool(self._ended or self._doubtful or self._untyped or self.begun_by)
+        return bool(self._ended or self._doubtful or self.begun_by)
 
     def _keep(self, body: str) -> None:
         if len(self._lines) >= KEPT:
@@ -344,9 +336,8 @@ class Traceback(Block):
 
     def error(self) -> Raised | None:
         """Return the exception that began it."""
-        last = self._doubtful or (self._untyped if not self._ended else None)
-        if last is not None:
-            self._end(*last)
+        if self._doubtful is not None:
+            self._end(*self._doubtful)
         if self._ended:
             self._choose()
         return self.begun_by
