@@ -2010,6 +2010,42 @@ HISTORIES = [
         "the ranks waited for each other in different collectives, barrier and backward(), until the timeout",
         "likely",
     ),
+    History(  # rank 1 has skipped a batch; rank 0 catches the timeout, and comes to the barrier, too
+        "a-timeout-in-another-collective-was-caught",
+        job(
+            lost(
+                0,
+                frames=BARRIER,
+                call="barrier",
+                at=4.1,
+                wait=(0.05, 0.01),
+                handled=(
+                    raised(
+                        "RuntimeError",
+                        TIME_IS_UP,
+                        ALL_REDUCE[2:],
+                        call="all_reduce",
+                        at=4.0,
+                        wait=(4.0, 0.01),
+                        caught_at=STEP,
+                    ),
+                ),
+            ),
+            rank(
+                1,
+                1,
+                order=2,
+                at=4.1,
+                raised=raised(
+                    "RuntimeError", TIME_IS_UP, BARRIER, call="barrier", at=4.0, wait=(3.8, 0.01)
+                ),
+            ),
+        ),
+        "collective-mismatch",
+        (0, 1),
+        "the ranks waited for each other in different collectives, all_reduce and barrier, until the timeout",
+        "likely",
+    ),
     History(  # the first that gives up closes the other's connection
         "ranks-that-both-receive",
         job(

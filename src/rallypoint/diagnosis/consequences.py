@@ -231,9 +231,11 @@ def _left_early(scene: Scene) -> Report | None:
 
 
 def mismatch(scene: Scene) -> Report | None:
-    """Tell of ranks that waited for each other in different collectives."""
-    calls = different_collectives(scene.verdicts)
-    if not calls or scene.late or not any(v.kind is Kind.WAITED for v in scene.hurt):
+    """Tell of ranks that waited for each other in different collectives, at last or earlier."""
+    met = [late_ranks.meanwhile(v, scene.waited) for v in scene.verdicts]
+    calls = different_collectives(met)
+    late = scene.late and met == scene.verdicts
+    if not calls or late or not any(v.kind is Kind.WAITED for v in scene.hurt):
         return None
     # One that came too late, and to another group, is not told from it where nobody timed its call.
     timed = all(error.wait[0] for v, error in scene.errors if v.kind is Kind.LOST)

@@ -42,6 +42,18 @@ def late(
     return {rank: after for rank, after in found.items() if after > slack}
 
 
+def meanwhile(verdict: Verdict, waited: Iterable[tuple[Verdict, Raised]]) -> Verdict:
+    """Return the verdict with a timeout that its rank had caught, where another rank of `waited`
+    waited elsewhere already: in that call it was, and not in the one that it came to afterwards.
+    Its traceback begins in torch: the line that caught it stands for the program's.
+    """
+    for one in reversed(verdict.rank.handled):
+        met = any(one.at - one.wait[0] / 2 > error.at - error.wait[0] for _, error in waited)
+        if met and one.caught_at is not None and kind_of(one) is Kind.WAITED:
+            return replace(verdict, error=replace(one, frames=(one.caught_at, *one.frames)))
+    return verdict
+
+
 def named(lost: Iterable[Verdict], error: Raised) -> tuple[dict[int, float], list[Verdict]]:
     """Return, of ranks that monitored_barrier names in `error`, and that lost the others after it:
     by rank, how many seconds after it each came, and the ranks that never came. These lost the
