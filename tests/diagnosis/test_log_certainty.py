@@ -183,6 +183,8 @@ def test_a_failure_in_unknown_words_before_a_cause_makes_it_likely() -> None:
         "Error executing job with overrides: ['model.lr=0.1']",
         "AttributeError(\"no attribute 'ww'\")",
         "ERROR: Unexpected segmentation fault encountered in worker.",
+        "2026-11-29 12:40:37,432 | ERROR | train | training failed",
+        "CRITICAL:root:Main loop crashed!",
     ],
 )
 def test_what_hydra_rpc_and_a_loaders_worker_say_above_a_traceback_announces_it(text: str) -> None:

@@ -56,6 +56,7 @@ kernel's own words for it.
 
 _ANNOUNCES = Pattern(
     r":\s*$|\b[Ee]xceptions?\b|\b[Tt]raceback\b|\b[Ee]rror occurr?ed\b|\berror\.?$"
+    r"|\b(ERROR|CRITICAL)\b.{0,99}\b(failed|crashed|aborted)[.!]*$"  # of logger.exception
     # Hydra; torch's rpc, which shows the exception itself, ValueError('x'); a DataLoader's worker
     r"|^Error executing job|^\w+\(['\"]|^ERROR: Unexpected .* encountered in worker"
 )
