@@ -292,7 +292,13 @@ def test_a_submodule_that_is_misspelt_is_answered_with_the_nearest(tmp_path: Pat
     for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/train.py"):
         (tmp_path / name).touch()
     near = "pkg.sub.train"
-    for typed, way in (("pkg.sub.trian", ["--fresh"]), ("pkg.sbu.train", [])):
+    # Of a package that cannot be started, and where no name is near, the modules are told.
+    for typed, way in (
+        ("pkg.sub.trian", ["--fresh"]),
+        ("pkg.sbu.train", []),
+        ("pkg.sub", []),
+        ("pkg.sub.nothing", []),
+    ):
         result = run_job([*way, "-m", typed], state=tmp_path / typed, cwd=tmp_path)
         assert (result.rc, result.codes) == (2, ["start-failed"]), result.everything
         assert f"             -m {near}\n" in result.report, result.everything

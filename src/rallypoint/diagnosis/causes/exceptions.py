@@ -195,10 +195,10 @@ def starts_nothing(program: str, error: Raised) -> bool:
 def _start_failed(case: Case, error: Raised) -> Report:
     helps = []
     if error.type == "ModuleNotFoundError":
-        near = re.search(r"; the nearest is ([\w.]+)$", error.message)
+        near = re.search(r"; (?:the nearest is|it has) ([\w.]+)", error.message)
         install = "start from the folder that holds the package, or install it"
         helps = [
-            Help("take the nearest name", f"-m {near[1]}")
+            Help("name a module that is there", f"-m {near[1]}")
             if near
             else Help(install, f"{python_of(case.job)} -m pip install -e .")
         ]

@@ -229,26 +229,29 @@ def load(program: Program) -> tuple[CodeType, ModuleType]:
                 sys.path.insert(0, folder(program))
             _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
     except runpy._Error as problem:  # type: ignore[attr-defined]
-        near = _nearest_module(program.target)
-        text = f"{problem}; the nearest is {near}" if near else f"{problem}"
+        text = f"{problem}{_modules_near(program.target)}"
         raise ModuleNotFoundError(text, name=program.target) from None
     return code, _main(spec.origin, spec.loader, spec)
 
 
-def _nearest_module(name: str) -> str:
-    """Return the module that was meant, when one name in it is misspelt; "" when none is near."""
+def _modules_near(name: str) -> str:
+    """Name the module that was meant, when one name in it is misspelt, or those that the package
+    has, as the rest of a sentence; "" when Python found no package.
+    """
     import difflib
     import pkgutil
 
     parts = name.split(".")
-    for known in range(len(parts) - 1, 0, -1):  # the part before the misspelt name is imported
-        path = getattr(sys.modules.get(".".join(parts[:known])), "__path__", None)
+    for known in range(len(parts), 0, -1):  # the part before the misspelt name is imported
+        package = ".".join(parts[:known])
+        path = getattr(sys.modules.get(package), "__path__", None)
         if path is not None:
             there = [one.name for one in pkgutil.iter_modules(path)]
-            near = difflib.get_close_matches(parts[known], there, n=1)
-            parts[known : known + 1] = near
-            found = ".".join(parts)
-            return found if near and found != name else ""
+            near = difflib.get_close_matches("".join(parts[known : known + 1]), there, n=1)
+            found = ".".join((package, *near, *parts[known + 1 :]))
+            if near and found != name:
+                return f"; the nearest is {found}"
+            return f"; it has {', '.join(f'{package}.{one}' for one in there[:5])}" if there else ""
     return ""
 
 
