@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from rallypoint.record import kept_plan
+from rallypoint.record import kept_plan, past_run, run_list
+
+from ..store.situations import alarm
 
 
 @pytest.mark.parametrize(
@@ -89,3 +94,22 @@ def test_a_call_of_launch_is_shown_with_its_nodes(
     task = {"name": "train", "line": "/srv/train.py:12"}
     plan = msgspec.convert({"task": task, "slots": 2, "nodes": nodes}, kept_plan.KeptPlan)
     assert kept_plan.command(plan) == f"rallypoint.launch(train, nproc=2{said}) at /srv/train.py:12"
+
+
+def test_a_pipe_in_a_run_folder_keeps_no_reader_waiting(tmp_path: Path) -> None:
+    """`show`, `stop` and the start of a job stood in open()."""
+
+    def hangs() -> None:
+        pytest.fail("it waits")
+
+    folder = tmp_path / "1"
+    folder.mkdir()
+    for name in ("plan.json", "events.jsonl", "report.json", "running", "rank0.log"):
+        os.mkfifo(folder / name)
+    with alarm(5.0, hangs):
+        assert run_list.past_runs(str(tmp_path)) == []
+        (folder / "plan.json").unlink()
+        (folder / "plan.json").write_text('{"job": "1"}')
+        assert [run.job for run in run_list.past_runs(str(tmp_path))] == ["1"]
+        assert past_run.read(str(folder)).events == ()
+        assert past_run.tail(str(folder / "rank0.log"), 1) == ()

@@ -29,6 +29,11 @@ def reason_of(error: OSError) -> str:
     return os.strerror(number) if number else str(error)
 
 
+def at_once(path: str, flags: int) -> int:
+    """Open a kept file, for `open`. A pipe with its name is empty, and keeps no reader waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def writable(error: OSError, path: str, option: str) -> Advice:
     """Return the help for a folder that cannot be written: a full disk is not mended by
     permissions."""

@@ -18,7 +18,7 @@ import msgspec
 
 from rallypoint.errors import Advice, UsageError
 from rallypoint.record.events import Event
-from rallypoint.record.kept_file import CUT, reason_of
+from rallypoint.record.kept_file import CUT, at_once, reason_of
 from rallypoint.record.kept_plan import KeptPlan
 from rallypoint.record.run_list import PastRun, is_running, name_of, past_runs
 from rallypoint.world import ranks_phrase
@@ -202,7 +202,7 @@ def _is_cut(path: str) -> bool:
 
 
 def _content(path: str) -> bytes:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=at_once) as file:
         return file.read()
 
 
@@ -227,7 +227,7 @@ def _events(path: str, damage: list[str]) -> tuple[Event, ...]:
     by a kill: no damage worth a word."""
     decoder, found, lost = msgspec.json.Decoder(Event), [], 0
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=at_once) as file:
             for line in file:
                 try:
                     found.append(decoder.decode(line))
@@ -271,7 +271,7 @@ def _logs(path: str, damage: list[str]) -> tuple[Log, ...]:
 def tail(path: str, most: int) -> tuple[str, ...]:
     """Return the last lines of a log, at most so many; () when it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=at_once) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")

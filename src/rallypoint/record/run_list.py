@@ -18,6 +18,7 @@ import msgspec
 
 from rallypoint.host.kernel_files import text_of
 from rallypoint.record.disk_writer import DiskWriter
+from rallypoint.record.kept_file import at_once
 
 KEPT_RUNS = 20
 """Runs kept in the default folder: an afternoon of trying things; at a few megabytes of log each, a
@@ -97,7 +98,7 @@ def job_in(path: str) -> tuple[object, float]:
     """Return the name of a run folder's job, and when its plan was written; None where there is no
     plan of ours."""
     try:
-        with open(os.path.join(path, "plan.json"), "rb") as file:
+        with open(os.path.join(path, "plan.json"), "rb", opener=at_once) as file:
             plan = msgspec.json.decode(file.read())
             return plan.get("job"), os.fstat(file.fileno()).st_mtime
     except (OSError, AttributeError, msgspec.DecodeError):
@@ -252,7 +253,7 @@ def _went_well(path: str) -> bool:
     """Tell whether its job ended with status 0. What is not known counts as a failure: a launcher
     that was killed, for instance."""
     try:
-        with open(os.path.join(path, "events.jsonl"), "rb") as file:
+        with open(os.path.join(path, "events.jsonl"), "rb", opener=at_once) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
             last = msgspec.json.decode(file.read().splitlines()[-1])
         return bool(last["what"] == "job-ended" and last["details"]["status"] == 0)
