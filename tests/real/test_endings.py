@@ -93,6 +93,17 @@ def test_a_module_whose_import_ends_the_template_is_named(
     assert "import own" in result.err, result.everything
 
 
+def test_a_torch_that_the_server_of_its_store_cannot_import_is_no_fault_of_ours(
+    run: Run, write: Write
+) -> None:
+    """With --fresh it was told as a death of rallypoint's c10d host, exit status 70."""
+    torch = write("broken/torch/__init__.py", "raise ImportError('libcudart.so.12')\n").parent
+    path = python_path(torch.parent)
+    program = write("train.py", "import time\ntime.sleep(60)\n")
+    result = run("--fresh", "-n", "2", program, env={"PYTHONPATH": path})
+    assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
     """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older

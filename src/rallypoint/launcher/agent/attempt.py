@@ -197,9 +197,12 @@ class Attempt:
         """
         ready, self.host_ready = self.host_ready, -1
         try:
-            return bool(os.read(ready, 1))
+            served = bool(os.read(ready, 1))
         finally:
             os.close(ready)
+        if self.host is not None:
+            self.host.served = served
+        return served
 
     def close(self) -> None:
         """Give every descriptor back. The processes have ended, and the store was closed."""

@@ -73,6 +73,7 @@ class HostHandle:
         self.port = int(address.rpartition(":")[2])
         self.pid = 0
         self.pidfd = -1
+        self.served = False
 
     def started(self, pid: int) -> None:
         """Note the process that the template has forked."""

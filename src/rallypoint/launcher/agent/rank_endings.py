@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 
 from rallypoint.diagnosis import classify
+from rallypoint.diagnosis.causes.wording import crash_words
 from rallypoint.diagnosis.evidence import Ended
 from rallypoint.host import process_status, processes, signals
 from rallypoint.launcher.agent import supervisor
@@ -78,7 +79,12 @@ class RankEndings:
         is_ours = host is not None and host.pid == message.pid and host.pidfd >= 0
         if host is not None and is_ours and any(one.alive for one in job.ranks):
             host.end()
-            job.helper_lost("c10d host", message.pid, message.code, message.signal)
+            by_itself = not message.signal or crash_words(message.signal)
+            if by_itself and not host.served and not job.template.imports:
+                report = job.reporter.host_failed(message)
+                job.impossible(report, report.headline)
+            else:
+                job.helper_lost("c10d host", message.pid, message.code, message.signal)
 
     def on_untold_end(self, handle: RankHandle) -> None:
         """Wait for the template's word on an end that the kernel shows, with a deadline: a debugger

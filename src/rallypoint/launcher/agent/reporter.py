@@ -13,14 +13,15 @@ from msgspec.structs import replace
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import render, root_cause
-from rallypoint.diagnosis.evidence import NodeEvidence
+from rallypoint.diagnosis.causes.wording import ending
+from rallypoint.diagnosis.evidence import Ended, NodeEvidence
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.host import termination_log
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
 from rallypoint.launcher.agent.evidence_gatherer import ERROR_FILES_TIMEOUT
 from rallypoint.launcher.plan import Plan
-from rallypoint.launcher.protocol import NotForked
+from rallypoint.launcher.protocol import Exited, NotForked
 from rallypoint.record import preload_history
 from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.events import Event, EventLog, What
@@ -216,6 +217,21 @@ class Reporter:
             if len(lines) > 1
             else (),  # a module that is not there: `why` has said it
             help=(Help("try it alone", f"{sys.executable} -c 'import {module}'"),),
+        )
+
+    def host_failed(self, message: Exited) -> Report:
+        """Return the report on a c10d host that imported torch itself, and ended without serving."""
+        how = ending(Ended(message.code, message.signal))
+        return Report(
+            code="start-failed",
+            headline=f"the server of torch's store could not start: {how}",
+            why="its process imports torch, and then serves the place where the ranks meet",
+            help=(
+                Help(
+                    "see whether torch can be imported",
+                    f"{sys.executable} -c 'import torch.distributed'",
+                ),
+            ),
         )
 
     def not_forked(self, message: NotForked) -> Report:
