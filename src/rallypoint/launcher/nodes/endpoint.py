@@ -154,25 +154,21 @@ def own_address(nodes: Nodes) -> str:
     return held.host
 
 
-class Claim:
+class Claim(msgspec.Struct):
     """Right of this node to lead: a listening socket at the endpoint, and the place on a shared
-    disk if there is one.
+    disk if there is one. `remove`: no other job has that place, and it goes with this one.
     """
 
-    def __init__(
-        self, held: HeldPort, file: RendezvousFile | None = None, *, remove: bool = False
-    ) -> None:
-        """`remove`: no other job has this place on the disk, and it goes with this one."""
-        self.held = held
-        self._file = file
-        self._remove = remove
+    held: HeldPort
+    file: RendezvousFile | None = None
+    remove: bool = False
 
     def release(self) -> None:
         """Give both back. May be called twice."""
         self.held.release()
-        if self._file is not None:
-            self._file.give_back(remove=self._remove)
-            self._file = None
+        if self.file is not None:
+            self.file.give_back(remove=self.remove)
+            self.file = None
 
 
 def claim(

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.host import memory_files, system_calls
@@ -25,27 +25,24 @@ from rallypoint.launcher.worker.worker_hooks import Hooks
 _keep: list[object] = []  # what must live as long as the process: the file behind faulthandler
 
 
-class Spawned:
+class Spawned(NamedTuple):
     """The program's function, as the new processes get it: each first reports to the launcher.
-    Pickled for the method `spawn`.
+    Pickled for the method `spawn`. `size`: how many processes are started. `control`: a line to the
+    launcher, inherited by all of them. `began`: the wall clock of the attempt's start, as the rank
+    has it.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], size: int, control: socket.socket, began: float
-    ) -> None:
-        """`size`: how many processes are started. `control`: a line to the launcher, inherited by
-        all of them. `began`: the wall clock of the attempt's start, as the rank has it."""
-        self._function = function
-        self._size = size
-        self._control = control
-        self._began = began
+    function: Callable[..., Any]
+    size: int
+    control: socket.socket
+    began: float
 
     def __call__(self, index: int, *args: Any) -> Any:
         """Run the function as process `index`."""
-        _report(self._control, index, self._size, self._began)
-        _renew_names(self._function)
+        _report(self.control, index, self.size, self.began)
+        _renew_names(self.function)
         try:
-            return self._function(index, *args)
+            return self.function(index, *args)
         except BaseException as error:
             exception_capture.strip(error)  # torch prints the traceback
             raise

@@ -35,23 +35,17 @@ MAX_DEPTH = 100
 """Maximum containers inside containers."""
 
 
-class Leaf:
+class Leaf(NamedTuple):
     """One tensor of a tree, without its gradient.
 
     The tensor of an array is a view of it (`viewed`), or a copy if torch cannot have a view.
     """
 
-    __slots__ = ("kind", "original", "path", "size", "tensor", "viewed")
-
-    def __init__(
-        self, path: str, tensor: Tensor, kind: str, original: Any, *, viewed: bool = True
-    ) -> None:
-        self.path = path
-        self.tensor = tensor
-        self.kind = kind  # "tensor", "array", "scalar" (numpy's), "number" (Python's)
-        self.original = original
-        self.viewed = viewed
-        self.size = tensor.numel() * tensor.element_size()
+    path: str
+    tensor: Tensor
+    kind: str  # "tensor", "array", "scalar" (numpy's), "number" (Python's)
+    original: Any
+    viewed: bool = True
 
 
 class TypedRun(NamedTuple):
@@ -137,7 +131,7 @@ class Layout:
             for leaf in leaves:
                 self.leaves.append(leaf)
                 self.offsets.append(at)
-                at += leaf.size
+                at += leaf.tensor.nbytes
         self.size = at
         self.digest = hashlib.blake2b(repr(tree.described()).encode(), digest_size=16).digest()
 
@@ -153,7 +147,7 @@ class Layout:
         index = max(0, bisect_right(self.offsets, start) - 1)
         while index < len(self.leaves) and self.offsets[index] < stop:
             leaf, offset = self.leaves[index], self.offsets[index]
-            first, last = max(start, offset), min(stop, offset + leaf.size)
+            first, last = max(start, offset), min(stop, offset + leaf.tensor.nbytes)
             if first < last:
                 item = leaf.tensor.element_size()
                 yield leaf, (first - offset) // item, (last - first) // item, first

@@ -688,7 +688,9 @@ class Client:
             "reconnects": self._session.reconnects,
             "sessions": self._session.number,
             "lost_updates": self._lost_updates,
-            "locks": {name: figures.shown() for name, figures in sorted(self._figures.items())},
+            "locks": {
+                name: msgspec.structs.asdict(found) for name, found in sorted(self._figures.items())
+            },
         }
 
     def c10d(self, prefix: str = "c10d/") -> Any:

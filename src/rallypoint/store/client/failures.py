@@ -134,29 +134,19 @@ def _once_failed(reply: Failed) -> OnceFailed:
     return error
 
 
-class SessionEnd:
-    """End of a session, with its reason. `told`: somebody has been told. `again`: said once more if
-    the next session finds no server."""
+class SessionEnd(msgspec.Struct, eq=False):
+    """End of a session, with its reason. `undone`: what was sent once and has no answer was not
+    carried out. `again`: said once more if the next session finds no server. `refusal`: the session
+    was lost, and not closed. `told`: somebody has been told.
+    """
 
-    def __init__(
-        self,
-        headline: str,
-        *,
-        undone: bool = False,
-        again: str = "",
-        refusal: Refusal | None = None,
-        why: tuple[str, ...] = (),
-        help: Advice = (),
-    ) -> None:
-        """Note the reason. `undone`: what was sent once and has no answer was not carried out.
-        `refusal`: the session was lost, and not closed."""
-        self.headline = headline
-        self.told = False
-        self.again = again
-        self.refusal = refusal
-        self._undone = undone
-        self._why = why
-        self._help = help
+    headline: str
+    undone: bool = False
+    again: str = ""
+    refusal: Refusal | None = None
+    why: tuple[str, ...] = ()
+    help: Advice = ()
+    told: bool = False
 
     def error(self, call: Call | None) -> RallypointError:
         """Make the error for the caller of a request that has no answer, or, without one, for the
@@ -164,7 +154,7 @@ class SessionEnd:
         """
         refusal = self.refusal
         happened = frozenset(refusal.happened) if refusal is not None and refusal.known else None
-        if call is None or (self._undone and call.tried < 2):
+        if call is None or (self.undone and call.tried < 2):
             outcome: Outcome = "did not happen"
         else:
             outcome = outcome_of(call, happened)
@@ -175,8 +165,8 @@ class SessionEnd:
             self.headline,
             outcome=outcome,
             same_server=refusal.known,
-            why=self._why if call is None else (*self._why, told_of(call, outcome)),
-            help=self._help,
+            why=self.why if call is None else (*self.why, told_of(call, outcome)),
+            help=self.help,
         )
 
 

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from rallypoint.clock import Clock
 from rallypoint.wire.messages import AnyReply, Granted
 
@@ -38,23 +40,14 @@ kept its holder from giving it back; the keeper sees to it, and to nothing else 
 forgets it, if nobody else has."""
 
 
-class Figures:
+class Figures(msgspec.Struct):
     """Figures about the locks of one name, by one store object."""
 
-    __slots__ = ("acquisitions", "hold_seconds", "losses", "timeouts", "wait_seconds")
-
-    def __init__(self) -> None:
-        self.acquisitions = 0
-        self.timeouts = 0
-        self.losses = 0
-        self.wait_seconds = 0.0
-        self.hold_seconds = 0.0
-
-    def shown(self) -> dict[str, int | float]:
-        return {
-            name: getattr(self, name)
-            for name in ("acquisitions", "timeouts", "losses", "wait_seconds", "hold_seconds")
-        }
+    acquisitions: int = 0
+    timeouts: int = 0
+    losses: int = 0
+    wait_seconds: float = 0.0
+    hold_seconds: float = 0.0
 
 
 class Lost(threading.Event):

@@ -9,6 +9,8 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from rallypoint.host.fd_passing import close_fds
 from rallypoint.host.memory import Segment
 from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED, descriptors_in
@@ -77,23 +79,14 @@ class Body:
         return f"<Body {self.size} bytes>"
 
 
-class Arriving:
+class Arriving(msgspec.Struct):
     """A request whose body has not arrived as a whole. `body` is filled by the loop; without it a
     transfer does that, or, for a request that was refused, `left` bytes are thrown away."""
 
-    __slots__ = ("body", "left", "request", "reserved")
-
-    def __init__(
-        self,
-        request: AnyRequest | None,
-        left: int,
-        body: bytearray | None = None,
-        reserved: int = 0,
-    ) -> None:
-        self.request = request
-        self.left = left
-        self.body = body
-        self.reserved = reserved
+    request: AnyRequest | None
+    left: int
+    body: bytearray | None = None
+    reserved: int = 0
 
 
 class Peer:

@@ -8,6 +8,7 @@ import os
 import resource
 import weakref
 from collections import deque
+from functools import partial
 
 from rallypoint.host.memory import Pool, Segment, Unfit, received
 from rallypoint.store.server.connection import Body, Malformed, Peer
@@ -31,18 +32,10 @@ for every rank that starts or ends."""
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
-class _Return:
-    """Way back of a client's segment when the server needs it no more."""
-
-    __slots__ = ("_number", "_peer")
-
-    def __init__(self, peer: Peer, number: int) -> None:
-        self._peer = peer
-        self._number = number
-
-    def __call__(self, fd: int, capacity: int) -> None:
-        os.close(fd)
-        self._peer.free(self._number)
+def _give_back(peer: Peer, number: int, fd: int, capacity: int) -> None:
+    """Let a client have its segment again, which the server needs no more."""
+    os.close(fd)
+    peer.free(number)
 
 
 class LargeValues:
@@ -91,7 +84,7 @@ class LargeValues:
     ) -> Large | Failed:
         """Take over the shared memory `fd` that came with a request, or return the reply that
         refuses it. `number`: the client's own for it, 0 when it does not want it back."""
-        back = _Return(peer, number) if number else None
+        back = partial(_give_back, peer, number) if number else None
         if back is not None and peer.freed is None:
             peer.freed = deque()
         try:

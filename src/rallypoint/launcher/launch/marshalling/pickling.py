@@ -13,6 +13,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
+import msgspec
 from cloudpickle import cloudpickle as _by_value
 
 from rallypoint.host import fd_passing
@@ -25,15 +26,14 @@ if TYPE_CHECKING:
     from rallypoint.launcher.launch.marshalling import inspection
 
 
-class SentStorage:
+class SentStorage(msgspec.Struct):
     """Storage that is sent (torch's UntypedStorage): its number in the footer, and the first and
     last byte that its tensors use."""
 
-    def __init__(self, number: int, storage: Any, first: int, last: int) -> None:
-        self.number = number
-        self.storage = storage
-        self.first = first
-        self.last = last
+    number: int
+    storage: Any
+    first: int
+    last: int
 
 
 class _SharedStorage(NamedTuple):
