@@ -169,21 +169,12 @@ def _duplicate(fd: int) -> int:
 class ByAddress:
     """Address of a descriptor, which any process of the same user can open."""
 
-    __slots__ = ("_fd", "_file", "_host", "_pid")
-
     def __init__(self, fd: int) -> None:
-        found = os.fstat(fd)
-        self._fd, self._file = fd, (found.st_dev, found.st_ino)
+        self._fd, self._file = fd, file_behind(fd)
         self._pid, self._host = os.getpid(), os.uname().nodename
 
     def __repr__(self) -> str:
         return f"<descriptor {self._fd} of pid {self._pid} on {self._host}>"
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._fd, self._file, self._pid, self._host
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._fd, self._file, self._pid, self._host = state
 
     def detach(self) -> int:
         """Return a descriptor of this process for the same open file, close-on-exec. UsageError

@@ -39,8 +39,6 @@ class Place:
     """A store's address, the job it belongs to ("" when that is not known), and the rank of this
     process there."""
 
-    __slots__ = ("_read", "address", "job", "rank")
-
     def __init__(self, address: str, job: str, rank: int | None, read: Callable[[], bytes]) -> None:
         self.address = address
         self.job = job
@@ -196,11 +194,8 @@ class _Descriptor:
     have given the number away.
     """
 
-    __slots__ = ("_fd", "_file")
-
     def __init__(self, fd: int) -> None:
-        found = os.fstat(fd)
-        self._fd, self._file = fd, (found.st_dev, found.st_ino)
+        self._fd, self._file = fd, file_behind(fd)
 
     def read(self) -> bytes:
         if file_behind(self._fd) == self._file:
