@@ -126,7 +126,7 @@ def test_a_roll_call_that_a_failure_overtakes_is_not_said(scene: Scene) -> None:
     scene.words.missing = (1,)
     scene.ranks[1].answers = False
     call(scene)
-    scene.job.feed(Signalled("SIGINT", 2))
+    scene.job.feed(Signalled("SIGINT"))
     scene.pass_by(2 * ROLL_CALL_DEADLINE)
     assert said(scene) == []
 
@@ -190,7 +190,7 @@ def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(
 ) -> None:
     for rank in scene.ranks[:2]:
         rank.sleeps = rank.deaf = True
-    scene.job.feed(Signalled("SIGINT", 2))
+    scene.job.feed(Signalled("SIGINT"))
     scene.job.feed(EvidenceIn())
     scene.job.feed(Judged(130))
     scene.actions.clear()

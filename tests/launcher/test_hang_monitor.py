@@ -100,7 +100,7 @@ def test_while_a_failure_is_judged_a_visitor_waits(
     scene: Scene, inquiry: tuple[HangMonitor, str]
 ) -> None:
     """Another question now could cost the report its answers."""
-    scene.job.feed(Signalled("SIGINT", 2))
+    scene.job.feed(Signalled("SIGINT"))
     visitor = Visitor(inquiry[1])
     until_asked(scene)
     for _ in range(4):
@@ -278,7 +278,7 @@ def test_a_job_that_is_being_stopped_does_not_stall(
     for _ in range(10):
         scene.pass_by(5.0)
     if stopped:
-        scene.job.feed(Signalled("SIGINT", 2))
+        scene.job.feed(Signalled("SIGINT"))
         scene.job.feed(EvidenceIn())
     scene.pass_by(30.0)
     visitor = Visitor(inherited[0])

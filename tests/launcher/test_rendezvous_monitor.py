@@ -191,7 +191,7 @@ def test_who_has_joined_or_failed_by_then_is_not_looked_for(
     scene.ranks[0].phase = "running"
     scene.pass_by(6.0)
     join(scene, parts, 1, 29500, timeout=5.0)
-    scene.job.feed(supervisor.Signalled("SIGINT", 2))
+    scene.job.feed(supervisor.Signalled("SIGINT"))
     scene.pass_by(6.0)
     assert looks == []
 

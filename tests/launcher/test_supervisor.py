@@ -88,7 +88,7 @@ def test_a_job_that_goes_well_starts_once_and_leaves_with_0() -> None:
     play = Play(2)
     assert play.at(1.0, sv.Prepared()) == [sv.StartRanks(0, "the template is ready")]
     play.at(2.0, sv.PhaseEntered(0, "running"), sv.PhaseEntered(1, "running"))
-    assert play.at(3.0, ended(0)) == [sv.CleanGroup(0, kill=False, because="it ended well")]
+    assert play.at(3.0, ended(0)) == [sv.CleanGroup(0, kill=False)]
     assert [type(a) for a in play.at(3.1, ended(1))] == [sv.CleanGroup, sv.CleanUp, sv.Leave]
     assert play.of(sv.CleanUp)[0].gently
     assert (play.status, play.machine.state) == (0, State.ENDED)
@@ -120,7 +120,7 @@ def test_a_rank_that_has_raised_has_the_whole_grace_for_its_atexit_handlers() ->
 
 def test_a_rank_that_has_raised_is_signalled_when_a_person_stops_the_job() -> None:
     play = Play(2).joined()
-    play.at(5.0, raised(1), sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    play.at(5.0, raised(1), sv.Signalled("SIGINT"), sv.EvidenceIn())
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     assert signalled(play.actions) == [(0, "SIGINT"), (1, "SIGINT")]
 
@@ -152,7 +152,7 @@ def test_a_consequence_waits_longer_for_its_cause() -> None:
         5.0 + sv.SETTLE, sv.Timer("settle")
     )  # an early ring of an old timer must not cut it short
     play.at(5.2, ended(2, signal=9, sure=True))
-    assert play.of(sv.CleanGroup) == [sv.CleanGroup(2, kill=True, because="rank 2 ended with 9")]
+    assert play.of(sv.CleanGroup) == [sv.CleanGroup(2, kill=True)]
     play.at(5.0 + sv.SETTLE_FOR_CAUSE, sv.Timer("settle"))
     assert len(play.of(sv.MakeReport)) == 1
 
@@ -174,7 +174,7 @@ def test_the_last_rank_to_die_ends_the_job_with_the_report_s_status() -> None:
 
 
 def stop(play: Play, name: str = "SIGINT") -> Play:
-    play.at(5.0, sv.Signalled(name, 2 if name == "SIGINT" else 15), sv.EvidenceIn())
+    play.at(5.0, sv.Signalled(name), sv.EvidenceIn())
     play.actions.clear()
     return play
 
@@ -270,23 +270,23 @@ def test_a_second_signal_kills_now_and_one_that_comes_with_the_first_does_not(as
     `except KeyboardInterrupt: save()`.
     """
     play = Play(2, status=130).running()
-    play.at(5.0, sv.Signalled("SIGINT", 2), *([sv.EvidenceIn()] if asked == "stopping" else []))
-    assert play.at(5.0, sv.Signalled("SIGINT", 2)) == []
-    assert play.at(5.4, sv.Signalled("SIGTERM", 15)) == []
-    killed = play.at(5.6, sv.Signalled("SIGINT", 2))
+    play.at(5.0, sv.Signalled("SIGINT"), *([sv.EvidenceIn()] if asked == "stopping" else []))
+    assert play.at(5.0, sv.Signalled("SIGINT")) == []
+    assert play.at(5.4, sv.Signalled("SIGTERM")) == []
+    killed = play.at(5.6, sv.Signalled("SIGINT"))
     assert signalled(killed) == [(0, "SIGKILL"), (1, "SIGKILL")]
     assert [action.ranks for action in killed if isinstance(action, sv.SayKilled)] == [(0, 1)]
 
 
 def test_a_lost_c10d_host_does_not_shorten_the_grace() -> None:
     play = Play(1, status=143).running()
-    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn(), sv.HelperEnded("c10d host"))
+    play.at(5.0, sv.Signalled("SIGTERM"), sv.EvidenceIn(), sv.HelperEnded("c10d host"))
     assert signalled(play.actions) == [(0, "SIGTERM")]
 
 
 def test_ctrl_c_before_any_rank_was_started() -> None:
     play = Play(2, status=130)
-    play.at(0.5, sv.Signalled("SIGINT", 2))
+    play.at(0.5, sv.Signalled("SIGINT"))
     assert play.of(sv.MakeReport) == [sv.MakeReport("interrupted", "the launcher got SIGINT")]
     assert not signalled(play.actions)
     assert play.status == 130
@@ -305,7 +305,7 @@ def test_what_would_not_die_is_given_up_and_said() -> None:
 def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
     """For thirty seconds nothing was said, and that ranks were killed after them never."""
     play = Play(3, grace=30.0, status=130).running()
-    play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    play.at(5.0, sv.Signalled("SIGINT"), sv.EvidenceIn())
     play.at(5.1, ended(1, signal=2))
     assert not play.of(sv.SayWaiting)
     assert play.at(5.0 + sv.SILENT, sv.Timer("silent")) == [
@@ -313,13 +313,13 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
     ]
     play.at(8.0, ended(0, signal=2))
     assert play.at(35.0, sv.Timer("grace"))[-1] == sv.SayKilled((2,), "the grace of 30 s is over")
-    assert not play.at(36.0, sv.Signalled("SIGINT", 2))  # it is killed already
+    assert not play.at(36.0, sv.Signalled("SIGINT"))  # it is killed already
 
 
 @pytest.mark.parametrize(
     ("event", "hurry", "came"),
     [
-        (sv.Signalled("SIGTERM", 15), "a second SIGTERM", "a second signal (SIGINT)"),
+        (sv.Signalled("SIGTERM"), "a second SIGTERM", "a second signal (SIGINT)"),
         (raised(0), "Ctrl-C", "SIGINT"),
         (sv.Overdue(9.0, 5.0), "Ctrl-C", "SIGINT"),
     ],
@@ -331,7 +331,7 @@ def test_what_ends_the_waiting(event: sv.JobEvent, hurry: str, came: str) -> Non
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     play.at(7.0, sv.Timer("silent"))
     assert [said.hurry for said in play.of(sv.SayWaiting)] == [hurry]
-    killed = play.at(8.0, sv.Signalled("SIGINT", 2))
+    killed = play.at(8.0, sv.Signalled("SIGINT"))
     assert killed[-1] == sv.SayKilled((0, 1), f"{came} has come")
 
 
@@ -356,7 +356,7 @@ def test_the_grace_after_a_failure_ends_with_the_time_of_the_whole_job() -> None
 
 def test_of_a_grace_of_two_seconds_only_its_end_is_told() -> None:
     play = Play(2, grace=2.0).running()
-    play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    play.at(5.0, sv.Signalled("SIGINT"), sv.EvidenceIn())
     assert "silent" not in [timer.name for timer in play.of(sv.SetTimer)]
     assert play.at(7.0, sv.Timer("grace"))[-1] == sv.SayKilled((0, 1), "the grace of 2 s is over")
 
@@ -383,7 +383,7 @@ def test_a_restarted_job_that_then_goes_well_leaves_with_0() -> None:
 
 def test_an_interrupted_job_is_not_restarted() -> None:
     play = Play(1, max_restarts=3, status=143).running()
-    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn())
+    play.at(5.0, sv.Signalled("SIGTERM"), sv.EvidenceIn())
     play.at(5.1, ended(0, signal=15))
     assert play.status == 143
     assert len(play.of(sv.StartRanks)) == 1
@@ -750,7 +750,7 @@ def test_a_node_whose_ranks_have_ended_waits_for_the_lead() -> None:
     over = node.at(4.1, ended(3))
     assert over[-2:] == [
         sv.CleanUp(True, "every rank has ended"),
-        sv.AttemptOver(True, "every rank has ended"),
+        sv.AttemptOver(True),
     ]
     assert node.at(5.0, sv.JobEnded(0)) == [sv.Leave(0, "the lead has ended the job")]
     assert node.machine.state is State.ENDED
@@ -824,11 +824,11 @@ def test_a_failure_elsewhere_after_the_end_of_all_ranks_here_is_only_told_about(
 def test_a_signal_elsewhere_and_the_same_here_are_one() -> None:
     node = Node()
     node.at(5.0, sv.Elsewhere("node 0 got SIGINT", "SIGINT"))
-    node.at(5.0 + sv.ONE_SIGNAL / 2, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    node.at(5.0 + sv.ONE_SIGNAL / 2, sv.Signalled("SIGINT"), sv.EvidenceIn())
     assert [action.reason for action in node.of(sv.MakeReport)] == ["interrupted"]
     stop = node.at(5.4, sv.Judged(130))
     assert signalled(stop) == [(2, "SIGINT"), (3, "SIGINT")]
-    assert signalled(node.at(7.0, sv.Signalled("SIGINT", 2))) == [(2, "SIGKILL"), (3, "SIGKILL")]
+    assert signalled(node.at(7.0, sv.Signalled("SIGINT"))) == [(2, "SIGKILL"), (3, "SIGKILL")]
 
 
 def test_a_second_signal_elsewhere_kills_here_too() -> None:
@@ -847,7 +847,7 @@ def test_a_first_signal_elsewhere_does_not_kill_ranks_whose_failure_is_not_judge
 
 def test_a_stop_from_outside_waits_for_ranks_on_other_nodes() -> None:
     node = Node()
-    node.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn())
+    node.at(5.0, sv.Signalled("SIGTERM"), sv.EvidenceIn())
     node.at(5.1, sv.Judged(143))
     for look in range(10):
         assert kinds(node.at(6.0 + look, sv.Stuck((2, 3)))) == [sv.SetTimer]
@@ -858,12 +858,12 @@ def test_a_stop_from_outside_waits_for_ranks_on_other_nodes() -> None:
 
 def test_a_signal_after_the_end_of_all_ranks_is_told_and_a_second_one_leaves() -> None:
     node = Node().waiting()
-    (report,) = node.at(5.0, sv.Signalled("SIGTERM", 15))
+    (report,) = node.at(5.0, sv.Signalled("SIGTERM"))
     assert report == sv.MakeReport("interrupted", "the launcher got SIGTERM")
     assert node.at(5.1, sv.Elsewhere("node 0 got SIGTERM", "SIGTERM")) == []
     (over,) = node.at(5.2, sv.Next(1, range(2, 4)))
-    assert over == sv.AttemptOver(False, "the launcher got SIGTERM"), "it comes too late"
-    (leave,) = node.at(6.0, sv.Signalled("SIGTERM", 15))
+    assert over == sv.AttemptOver(False), "it comes too late"
+    (leave,) = node.at(6.0, sv.Signalled("SIGTERM"))
     assert isinstance(leave, sv.Leave)
     assert leave.status == 128 + 15
 

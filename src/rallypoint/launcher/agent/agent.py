@@ -513,7 +513,7 @@ class Agent:
         if self.others is not None:
             self.others.failing(f"the launcher on {os.uname().nodename} got {name}", signal=name)
         self.signalled_by = self.signalled_by or name
-        self.job.feed(supervisor.Signalled(name, signal.Signals[name]))
+        self.job.feed(supervisor.Signalled(name))
 
     def _on_stop(self) -> None:
         """End the job because `rallypoint stop` asks for it."""

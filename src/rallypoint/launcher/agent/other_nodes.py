@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import msgspec
 
@@ -48,6 +48,7 @@ from rallypoint.launcher.nodes.messages import (
     Judge,
     Missing,
     NodeAnswer,
+    NodeMessage,
     Notice,
     Over,
     RankView,
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.process_handles import RankHandle
     from rallypoint.launcher.protocol import Outcome
     from rallypoint.world import Seat
+
+_Rest = ParamSpec("_Rest")
 
 ROLL_CALL_OF_NODES = 10.0
 """Seconds without the lead after which a person is told what is waited for, then twice as many."""
@@ -330,7 +333,7 @@ class OtherNodes:
         if isinstance(event, supervisor.Stuck):
             waits = self._job.supervisor.all_wait
             if waits or self._all_wait:  # again at every look: the lead forgets it at each end
-                self._membership.send(AllWait(self._job.seat.node, waits))
+                self._tell(AllWait, waits)
             self._all_wait = waits
         elif isinstance(event, _OF_A_RANK):
             if not self._changed:
@@ -345,7 +348,7 @@ class OtherNodes:
         if not handles:
             return
         views = tuple(_view(handle, job.supervisor.ranks[handle.rank], now) for handle in handles)
-        self._membership.send(Views(job.seat.node, views))
+        self._tell(Views, views)
 
     def failing(self, because: str, *, signal: str = "") -> None:
         """Tell the lead that this node judges, unless the lead has said so itself; and of every
@@ -354,11 +357,20 @@ class OtherNodes:
         self._note_signal(because, signal)
         if signal or not self._is_told:
             self._is_told = True
-            self._membership.send(Failing(self._job.seat.node, because, signal))
+            self._tell(Failing, because, signal)
 
     def _note_signal(self, because: str, name: str) -> None:
         if name and not self._stopped_by[1]:
             self._stopped_by = because, name
+
+    def _tell(
+        self,
+        kind: Callable[Concatenate[int, _Rest], NodeMessage],
+        *rest: _Rest.args,
+        **named: _Rest.kwargs,
+    ) -> None:
+        """Send the lead a message of this kind, whose first field is this node's number."""
+        self._membership.send(kind(self._job.seat.node, *rest, **named))
 
     def over(self, well: bool) -> None:
         """Tell the lead that every rank of the attempt has ended here. It is the last word of this
@@ -366,27 +378,27 @@ class OtherNodes:
         """
         self._job.loop.cancel("views")
         self._send_views(self._job.loop.now)
-        self._membership.send(Over(self._job.seat.node, well))
+        self._tell(Over, well)
 
     def notice(self, name: str) -> None:
         """Have the other nodes hand a notice to their ranks, too."""
-        self._membership.send(Notice(self._job.seat.node, name))
+        self._tell(Notice, name)
 
     def ask_where_all_stand(self) -> None:
         """Ask the lead where the ranks of all nodes stand."""
-        self._membership.send(AskAll(self._job.seat.node))
+        self._tell(AskAll)
 
     def stand_there(self, number: int, ranks: tuple[RankStanding, ...]) -> None:
         """Answer the lead's question with this number."""
-        self._membership.send(StandingsOf(self._job.seat.node, number, ranks))
+        self._tell(StandingsOf, number, ranks)
 
     def stand_still(self, stall: Stall) -> None:
         """Tell the lead that no rank of this node moves."""
-        self._membership.send(StandsStill(self._job.seat.node, stall.seconds, stall.looks))
+        self._tell(StandsStill, stall.seconds, stall.looks)
 
     def go_on(self, ranks: tuple[int, ...]) -> None:
         """Tell the lead that these ranks have moved since."""
-        self._membership.send(GoesOn(self._job.seat.node, ranks))
+        self._tell(GoesOn, ranks)
 
     def pass_result(self, outcome: Outcome, fds: Sequence[int]) -> None:
         """Send what a rank of `launch` has returned or raised to the caller on node 0."""
@@ -402,7 +414,7 @@ class OtherNodes:
             evidence, offset=self._membership.offset, error=self._membership.error
         )
         self._waits_for_sentence = True
-        self._membership.send(EvidenceOf(self._job.seat.node, cut(self._evidence)))
+        self._tell(EvidenceOf, cut(self._evidence))
         loop = self._job.loop
         loop.at("sentence", loop.now + SENTENCE_PATIENCE, self._pass_sentence)
         if self._sentence is not None:
@@ -472,9 +484,7 @@ class OtherNodes:
         evidence_collection.locate(
             self._job,
             question.ranks,
-            lambda ranks, states: self._membership.send(
-                NodeAnswer(self._job.seat.node, question.number, ranks, states)
-            ),
+            lambda ranks, states: self._tell(NodeAnswer, question.number, ranks, states),
         )
 
 

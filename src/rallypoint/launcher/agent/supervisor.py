@@ -148,7 +148,6 @@ class Signalled(JobEvent):
     """The launcher itself got a signal."""
 
     name: str
-    number: int
 
 
 class Overdue(JobEvent):
@@ -294,7 +293,6 @@ class CleanGroup(Action):
 
     rank: int
     kill: bool
-    because: str
 
 
 class SetTimer(Action):
@@ -319,7 +317,6 @@ class AttemptOver(Action):
     """
 
     well: bool
-    because: str
 
 
 class Leave(Action):
@@ -514,7 +511,7 @@ class Supervisor:
         rank.ended, well = True, _ended_well(event)
         rank.failed = rank.failed or not well
         self._sure = self._sure or (event.sure and not well)
-        return [CleanGroup(event.rank, not well, "it ended well" if well else event.because)]
+        return [CleanGroup(event.rank, not well)]
 
     def _rank_ended(self, event: RankEnded, now: float) -> list[Action]:
         actions = self._note(event)
@@ -566,7 +563,7 @@ class Supervisor:
         )
 
     def _overdue(self, event: Overdue, now: float) -> list[Action]:
-        self._asked_by = Signalled("SIGTERM", signal.SIGTERM)
+        self._asked_by = Signalled("SIGTERM")
         self._reason, self._kill_at = "overdue", now + event.grace
         return self._end_from_outside(f"the time that was given, {event.seconds:g} s, is over", now)
 
@@ -654,7 +651,7 @@ class Supervisor:
 
     def _ended_while_stopping(self, event: RankEnded, now: float) -> list[Action]:
         self.ranks[event.rank].ended = True
-        actions: list[Action] = [CleanGroup(event.rank, kill=True, because=self._because)]
+        actions: list[Action] = [CleanGroup(event.rank, kill=True)]
         if not self._living():
             return actions + self._all_ended(now)
         if not self._is_from_outside() or not self._is_judged:
@@ -809,8 +806,7 @@ class Supervisor:
         """Take a signal on another node for a second one of our own: it kills."""
         if not event.signal or (self._asked_by is None and not self._is_judged):
             return []
-        number = signal.Signals[event.signal]
-        return self._signal_while_stopping(Signalled(event.signal, number), now)
+        return self._signal_while_stopping(Signalled(event.signal), now)
 
     def _elsewhere_after_the_end(self, event: Elsewhere, now: float) -> list[Action]:
         """Report of ranks that have ended before: the lead wants the part of every node."""
@@ -823,7 +819,7 @@ class Supervisor:
     def _heed_signal(self, event: Elsewhere, now: float) -> None:
         """Take a signal on another node for one of our own: the terminal may send it to each."""
         if event.signal and self._asked_by is None:
-            self._asked_by = Signalled(event.signal, signal.Signals[event.signal])
+            self._asked_by = Signalled(event.signal)
             self._asked_at, self._reason = now, "interrupted"
 
     def _signalled_after_the_end(self, event: Signalled, now: float) -> list[Action]:
@@ -831,7 +827,8 @@ class Supervisor:
             return []
         if self._asked_by is not None:
             self.state = State.ENDED
-            status = 128 + event.number if self._status is None else self._status
+            by_signal = 128 + signal.Signals[event.name]
+            status = by_signal if self._status is None else self._status
             return [Leave(status, f"a second signal ({event.name}) has come")]
         self._asked_by, self._asked_at, self._reason = event, now, "interrupted"
         self._because = f"the launcher got {event.name}"
@@ -863,13 +860,13 @@ class Supervisor:
             self.state = State.ENDED
             return [CleanUp(well, because), Leave(self._dismissed, because)]
         self.state, self._is_over = State.WAITING, True
-        return [CleanUp(well, because), AttemptOver(well, because)]
+        return [CleanUp(well, because), AttemptOver(well)]
 
     def _next(self, event: Next, now: float) -> list[Action]:
         self.attempt, self._numbers = event.attempt, event.ranks
         # The lead did not know of it yet.
         if self._asked_by is not None or self._reason == "helper":
-            return [AttemptOver(False, self._because)]
+            return [AttemptOver(False)]
         self.ranks = {}
         if not self._is_ready:
             self.state = State.PREPARING
