@@ -116,7 +116,22 @@ class QueueEmpty(StoreTimeout, Empty):
     """
 
 
-class SessionLost(EnvironmentProblem, ConnectionError):
+class _ConversationOver(EnvironmentProblem, ConnectionError):
+    """A conversation with a store has ended. `outcome` as in `StoreTimeout`."""
+
+    def __init__(
+        self,
+        code: str,
+        headline: str,
+        *,
+        outcome: Outcome = "unknown",
+        **more: Any,
+    ) -> None:
+        super().__init__(code, headline, **more)
+        self.outcome = outcome
+
+
+class SessionLost(_ConversationOver):
     """`session-lost`: the server ended this client's session, and what it held (locks, seats,
     ephemeral keys, taken items) was released. `outcome` says whether the request that was under way
     happened; `same_server` that the store and its keys are still there (False: it is another
@@ -131,26 +146,14 @@ class SessionLost(EnvironmentProblem, ConnectionError):
         same_server: bool = False,
         **more: Any,
     ) -> None:
-        super().__init__(code, headline, **more)
-        self.outcome = outcome
+        super().__init__(code, headline, outcome=outcome, **more)
         self.same_server = same_server
 
 
-class StoreClosed(EnvironmentProblem, ConnectionError):
+class StoreClosed(_ConversationOver):
     """`store-closed`: the server stopped in an orderly way, or this store object was closed.
     `outcome` as in `StoreTimeout`.
     """
-
-    def __init__(
-        self,
-        code: str,
-        headline: str,
-        *,
-        outcome: Outcome = "unknown",
-        **more: Any,
-    ) -> None:
-        super().__init__(code, headline, **more)
-        self.outcome = outcome
 
 
 class LimitExceeded(EnvironmentProblem, MemoryError):
@@ -234,41 +237,32 @@ class LockAbandoned(EnvironmentProblem):
     half changed. Raised once, to the next holder; the lock is free after it."""
 
 
-class BarrierTimeout(StoreTimeout):
+class _NotAllThere(EnvironmentProblem):
+    """Members of a barrier have not met. `present` and `absent`: the members, as texts."""
+
+    def __init__(
+        self,
+        code: str,
+        headline: str,
+        *,
+        present: tuple[str, ...] = (),
+        absent: tuple[str, ...] = (),
+        **more: Any,
+    ) -> None:
+        super().__init__(code, headline, **more)
+        self.present = present
+        self.absent = absent
+
+
+class BarrierTimeout(_NotAllThere, StoreTimeout):
     """`barrier-timeout`: not everybody came in time. `present` and `absent`: the members, as texts.
     All others who waited get BarrierBroken at the same moment."""
 
-    def __init__(
-        self,
-        code: str,
-        headline: str,
-        *,
-        present: tuple[str, ...] = (),
-        absent: tuple[str, ...] = (),
-        **more: Any,
-    ) -> None:
-        super().__init__(code, headline, **more)
-        self.present = present
-        self.absent = absent
 
-
-class BarrierBroken(EnvironmentProblem, RuntimeError):
+class BarrierBroken(_NotAllThere, RuntimeError):
     """`barrier-broken`: somebody else at the barrier gave up or died. `barrier-missed`: this caller
     came too late for a round that was complete without it. `present` and `absent` as in
     `BarrierTimeout`. The next call is the next round."""
-
-    def __init__(
-        self,
-        code: str,
-        headline: str,
-        *,
-        present: tuple[str, ...] = (),
-        absent: tuple[str, ...] = (),
-        **more: Any,
-    ) -> None:
-        super().__init__(code, headline, **more)
-        self.present = present
-        self.absent = absent
 
 
 class BarrierMismatch(UsageError):
