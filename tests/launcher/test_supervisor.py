@@ -595,7 +595,7 @@ EVENTS = st.one_of(
     st.builds(sv.Debugged, RANKS, st.booleans()),
     st.builds(sv.Erred, RANKS, st.sampled_from(["init_process_group", "all_reduce"])),
     st.builds(sv.RankRaised, RANKS, st.booleans(), st.just("raised")),
-    st.builds(sv.Signalled, st.just("SIGINT"), st.just(2)),
+    st.builds(sv.Signalled, st.just("SIGINT")),
     st.builds(sv.HelperEnded, st.just("guard")),
     st.builds(sv.CannotMeet, st.just("they differ")),
     st.just(sv.EvidenceIn()),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
 from rallypoint.errors import Advice
+
+Environ = Mapping[str, str]
 
 
 class Files(Protocol):

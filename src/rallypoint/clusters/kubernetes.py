@@ -9,9 +9,8 @@ Kubeflow Trainer's TrainJob is a JobSet in which torchrun's PET_* variables say 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-from rallypoint.clusters.cluster import Cluster, Files, Unclear
+from rallypoint.clusters.cluster import Cluster, Environ, Files, Unclear
 from rallypoint.errors import Advice
 
 SECRET_HELP = (
@@ -29,7 +28,7 @@ _COUNT_LINE = '- {name: PET_NNODES, value: "2"}'
 _PLACE = ("rdzv_endpoint",)
 
 
-def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
+def look(environ: Environ, files: Files) -> Cluster | None:
     """Return what Kubernetes tells of the job of this pod; None in a pod that is not one of several."""
     # The kubelet sets the first in every container. A shell there may start without it.
     if not any(
@@ -73,7 +72,7 @@ def _job(
 _LWS = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
 
 
-def _leader_worker_set(environ: Mapping[str, str], files: Files) -> Cluster | None:
+def _leader_worker_set(environ: Environ, files: Files) -> Cluster | None:
     if not any(name in environ for name in _LWS):
         return None
     told = _Numbers(environ)
@@ -101,7 +100,7 @@ def _place_behind(leader: str, host: str) -> int | None:
 # --- PyTorchJob
 
 
-def _pytorch_job(environ: Mapping[str, str], files: Files) -> Cluster | None:
+def _pytorch_job(environ: Environ, files: Files) -> Cluster | None:
     """Look for a PyTorchJob (kubeflow.org/v1). RANK is the pod's number; WORLD_SIZE counts pods or,
     in operators that set PET_NNODES beside it, ranks.
     """
@@ -121,7 +120,7 @@ def _pytorch_job(environ: Mapping[str, str], files: Files) -> Cluster | None:
     return _job("a pod of a PyTorchJob", told, host, nodes=nodes, node=node, slots=slots)
 
 
-def _sizes(environ: Mapping[str, str], told: _Numbers) -> tuple[int | None, int | None]:
+def _sizes(environ: Environ, told: _Numbers) -> tuple[int | None, int | None]:
     """Return the pods of a PyTorchJob, and the ranks of each if they are known by now."""
     each = environ.get("PET_NPROC_PER_NODE", "")
     if "PET_NNODES" in environ:
@@ -141,7 +140,7 @@ def _sizes(environ: Mapping[str, str], told: _Numbers) -> tuple[int | None, int 
 # --- indexed Job, JobSet, TrainJob, StatefulSet
 
 
-def _numbered_pod(environ: Mapping[str, str], files: Files) -> Cluster | None:
+def _numbered_pod(environ: Environ, files: Files) -> Cluster | None:
     told = _Numbers(environ)
     indexed = "JOB_COMPLETION_INDEX" in environ
     pod, _, domain = files.host().partition(".")
@@ -195,7 +194,7 @@ _FILLS = {
 """Help for an option that a variable of the pod did not tell."""
 
 
-def _without_count(kind: str, pod: str, environ: Mapping[str, str]) -> Unclear:
+def _without_count(kind: str, pod: str, environ: Environ) -> Unclear:
     index = environ.get("JOB_COMPLETION_INDEX")
     source = f"the host name {pod}" if index is None else f"JOB_COMPLETION_INDEX={index}"
     return Unclear(
@@ -210,7 +209,7 @@ def _without_count(kind: str, pod: str, environ: Mapping[str, str]) -> Unclear:
 
 
 def _not_named(
-    pod: str, node: int | None, named: int | None, domain: str, environ: Mapping[str, str]
+    pod: str, node: int | None, named: int | None, domain: str, environ: Environ
 ) -> Unclear | None:
     """Return why the name of node 0 cannot be made from this pod's, None where it can."""
     help: Advice = (_NAME,)
@@ -221,10 +220,9 @@ def _not_named(
         headline = f"the address of node 0 is not told: this pod's host name is {pod}, which does not end in its number, {node}"
     elif not domain:
         headline = f"the pods of this job have no names in the DNS: {pod} has no subdomain"
-        service = "a headless Service of that name has to be there: docs/guides/kubernetes.md"
         help = (
             ("name a headless Service in the pods' spec", "subdomain: ..."),
-            (service, ""),
+            ("a headless Service of that name has to be there: docs/guides/kubernetes.md", ""),
         )
     else:
         return None
@@ -237,7 +235,7 @@ def _not_named(
 class _Numbers:
     """Numbers read from variables, with lines about them, and what is unclear of them."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Environ) -> None:
         self._environ = environ
         self.because: list[str] = []
         self.unclear: list[Unclear] = []

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os.path
 import re
-from collections.abc import Mapping
 
 import msgspec
 
-from rallypoint.clusters.cluster import Cluster, Files, Unclear
+from rallypoint.clusters.cluster import Cluster, Environ, Files, Unclear
 from rallypoint.clusters.secret_source import key_path
 from rallypoint.errors import EnvironmentProblem, UsageError
 
@@ -49,7 +48,7 @@ _FILLED_BY = {
 """Options with which a job starts although a variable is missing, with the help that says so."""
 
 
-def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
+def look(environ: Environ, files: Files) -> Cluster | None:
     """Return what mpirun tells of the task that this process is."""
     if any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
         cluster = _open_mpi(environ)
@@ -60,7 +59,7 @@ def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
     return _hydra(environ, files)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Cluster:
+def _open_mpi(environ: Environ) -> Cluster:
     cluster = _tasks("Open MPI", _OPEN_MPI, environ)
     if cluster.nodes == 1:
         return cluster
@@ -77,11 +76,10 @@ def _open_mpi(environ: Mapping[str, str]) -> Cluster:
         folder = os.path.join(os.path.dirname(key_path(environ)), job)
         said = f"node 0 is told by the folder {folder}, from OMPI_MCA_orte_hnp_uri"
         return _replaced(cluster, folder=folder, job=job, because=said)
-    missing = "PMIX_NAMESPACE" if major.isdecimal() else "PMIX_VERSION"
-    return _without_exchange(cluster, missing)
+    return _without_exchange(cluster, "PMIX_NAMESPACE" if major.isdecimal() else "PMIX_VERSION")
 
 
-def _hydra(environ: Mapping[str, str], files: Files) -> Cluster:
+def _hydra(environ: Environ, files: Files) -> Cluster:
     name = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH"
     fd = environ.get("PMI_FD", "")
     if fd.isdecimal() and not files.is_open(int(fd)):
@@ -107,7 +105,7 @@ def _gap(filled_by: tuple[str, tuple[str, str]], headline: str) -> Unclear:
     return Unclear((flag,), headline, help=(help,))
 
 
-def _tasks(name: str, names: Mapping[str, str], environ: Mapping[str, str]) -> Cluster:
+def _tasks(name: str, names: Environ, environ: Environ) -> Cluster:
     """Return what the numbers of the tasks say: one task for each rank, or one for each node."""
     told: dict[str, int] = {}
     unclear: list[Unclear] = []

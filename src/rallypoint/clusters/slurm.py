@@ -9,10 +9,10 @@ slurmstepd, has the step in its title.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rallypoint.clusters.cluster import Cluster, Files, Unclear
+from rallypoint.clusters.cluster import Cluster, Environ, Files, Unclear
 
 Item = TypeVar("Item")
 
@@ -59,7 +59,7 @@ _SECRET_HELP = (
 )  # fmt: skip
 
 
-def look(environ: Mapping[str, str], files: Files) -> Cluster | None:
+def look(environ: Environ, files: Files) -> Cluster | None:
     """Return what Slurm tells of the batch script or step to which this process belongs."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
     step = _step_above(files)
@@ -140,7 +140,7 @@ def _step_above(files: Files) -> str | None:
     return "" if files.text("/proc/2/comm") == "kthreadd\n" else None
 
 
-def _step_of(environ: Mapping[str, str]) -> str:
+def _step_of(environ: Environ) -> str:
     """Return the same from the variables, which may be those of an outer step."""
     if step := _number_of_step(environ):
         return _NO_SRUN.get(step, step)
@@ -148,14 +148,14 @@ def _step_of(environ: Mapping[str, str]) -> str:
     return "batch" if by_slurmd else ""  # salloc sets neither
 
 
-def _number_of_step(environ: Mapping[str, str]) -> str:
+def _number_of_step(environ: Environ) -> str:
     return environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
 
 
 class _Variables:
     """Variables of Slurm's that have been read, and what is wrong with them."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Environ) -> None:
         self.environ = environ
         self.unclear: list[Unclear] = []
 
@@ -196,7 +196,7 @@ class _Variables:
         self.unclear.append(Unclear(tuple(flags), headline, help=_BY_HAND))
 
 
-def _batch(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
+def _batch(environ: Environ, files: Files, job: str) -> Cluster:
     """Return the facts of a batch script: on several nodes this process starts a step of its own.
 
     The variables of a step are those of another one. The nodes of a heterogeneous job are listed
@@ -248,14 +248,14 @@ def _batch(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
     )
 
 
-def _components(environ: Mapping[str, str]) -> list[str]:
+def _components(environ: Environ) -> list[str]:
     """Return the variables that list the nodes of a job: one for each component of it."""
     name = "SLURM_JOB_NODELIST"
     found = [one for one in environ if re.fullmatch(rf"{name}_HET_GROUP_\d+", one)]
     return sorted(found, key=lambda one: int(one.rpartition("_")[2])) or [name]
 
 
-def _asked_tasks(environ: Mapping[str, str]) -> list[int]:
+def _asked_tasks(environ: Environ) -> list[int]:
     """Return the tasks of each node of a job for which several on a node were asked for, else [].
 
     Without that the list has what fits, or the number was handed on by an outer step.
@@ -264,11 +264,10 @@ def _asked_tasks(environ: Mapping[str, str]) -> list[int]:
         found = counts(environ.get("SLURM_TASKS_PER_NODE", ""))
     except ValueError:
         return []
-    asked = environ.get("SLURM_NTASKS", "") == str(sum(found))
-    return found if asked and max(found) > 1 else []
+    return found if environ.get("SLURM_NTASKS", "") == str(sum(found)) and max(found) > 1 else []
 
 
-def _step(environ: Mapping[str, str], files: Files, job: str) -> Cluster:
+def _step(environ: Environ, files: Files, job: str) -> Cluster:
     """Return the facts of a step: a launcher on each node, or one for each rank."""
     told = _Variables(environ)
     names = told.hosts("SLURM_STEP_NODELIST")
@@ -338,7 +337,7 @@ def _place_of_task(
     return rank, (place, each[at])
 
 
-def _named(environ: Mapping[str, str], job: str) -> str:
+def _named(environ: Environ, job: str) -> str:
     """Return the name of a job: one that was requeued has the same number."""
     again = environ.get("SLURM_RESTART_COUNT", "0")
     return job if again == "0" else f"{job}.{again}"
@@ -346,18 +345,17 @@ def _named(environ: Mapping[str, str], job: str) -> str:
 
 def _ports(job: str, step: str) -> tuple[int, ...]:
     blocks = (LAST_PORT + 1 - FIRST_PORT) // PORTS
-    number = sum(int(text) for text in (job, step) if text.isdecimal())
-    first = FIRST_PORT + number % blocks * PORTS
+    first = FIRST_PORT + sum(int(text) for text in (job, step) if text.isdecimal()) % blocks * PORTS
     return tuple(range(first, first + PORTS))[::-1]  # as --dry-run tells of all: the highest first
 
 
-def _ends(environ: Mapping[str, str]) -> float | None:
+def _ends(environ: Environ) -> float | None:
     """Return when Slurm ends the job: 23.02 and newer tell it."""
     text = environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdecimal() else None
 
 
-def _kill_after(environ: Mapping[str, str], files: Files) -> float:
+def _kill_after(environ: Environ, files: Files) -> float:
     """Return the seconds between SIGTERM and SIGKILL when a job ends: KillWait of slurm.conf."""
     for path in (environ.get("SLURM_CONF", ""), *CONFS):
         if found := re.search(r"(?im)^[ \t]*KillWait[ \t]*=[ \t]*(\d+)", files.text(path)):

@@ -88,6 +88,7 @@ _COMPLEX, _COUNTER = 18, 19
 _PLAIN = frozenset({type(None), bool, int, float, str})  # in a tree as they are
 _LEAVES = _PLAIN | {bytes}
 _KEYS = frozenset({int, str, bool})
+_Node = list[object]
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
@@ -407,19 +408,19 @@ class _ValueWriter:
 
     def ordered(self, value: OrderedDict[object, object], depth: int) -> object:
         """With `_metadata`, which `Module.state_dict()` hangs on it and `load_state_dict` reads."""
-        head: list[object] = [_ORDERED, None]
+        head: _Node = [_ORDERED, None]
         if "_metadata" in (attributes := vars(value)):
             head[1] = self.inside(attributes["_metadata"], depth, "._metadata")
         return self.without_attributes(head, value, depth)
 
-    def without_attributes(self, head: list[object], value: Any, depth: int) -> object:
+    def without_attributes(self, head: _Node, value: Any, depth: int) -> object:
         others = [name for name in vars(value) if head[0] != _ORDERED or name != "_metadata"]
         if others:
             what = f"{article(type(value).__name__)} with an attribute {others[0]!r}"
             return self.refuse(value, what, ("make it a dict", "dict({})"))
         return self.items(head, value, depth)
 
-    def items(self, head: list[object], value: dict[object, object], depth: int) -> object:
+    def items(self, head: _Node, value: dict[object, object], depth: int) -> object:
         if not _KEYS.issuperset(map(type, value)):
             key = next(key for key in value if type(key) not in _KEYS)
             what = f"a dict with the key {shown(key)} ({_name(type(key))}; int, str and bool are possible)"
@@ -653,8 +654,7 @@ _INSTEAD = (
 
 def _why_not(value: object) -> tuple[str, tuple[str, str]]:
     """Return what a value of no known type is, and what to store in its place."""
-    kind = type(value)
-    a = article(_name(kind))
+    a = article(_name(type(value)))
     for module, name, what, sentence, command in _INSTEAD:
         known = getattr(sys.modules.get(module), name, None)
         if known is not None and isinstance(value, known):
@@ -757,12 +757,12 @@ class _ValueReader:
         self.at = end
         return self.view[start:end]
 
-    def items(self, nodes: list[object], depth: int) -> list[object]:
+    def items(self, nodes: _Node, depth: int) -> list[object]:
         if _LEAVES.issuperset(map(type, nodes)):
             return nodes
         return [self.value(node, depth + 1) for node in nodes]
 
-    def elements(self, node: list[object], depth: int) -> frozenset[object]:
+    def elements(self, node: _Node, depth: int) -> frozenset[object]:
         outside, self.hashed = self.hashed, True
         items = self.items(node[1:], depth)
         self.hashed = outside
@@ -774,7 +774,7 @@ class _ValueReader:
             raise _malformed("a set with the same element twice")
         return elements
 
-    def ordered(self, node: list[object], depth: int) -> object:
+    def ordered(self, node: _Node, depth: int) -> object:
         if len(node) < 2:
             raise _malformed("an OrderedDict that ends too early")
         found: OrderedDict[Any, object] = OrderedDict()
@@ -782,13 +782,13 @@ class _ValueReader:
             found._metadata = self.value(node[1], depth + 1)  # type: ignore[attr-defined]
         return self.pairs(found, node, 2, depth)
 
-    def complex_(self, node: list[object], depth: int) -> object:
+    def complex_(self, node: _Node, depth: int) -> object:
         if list(map(type, node[1:])) != [float, float]:
             raise _malformed("a complex number that is not two floats")
         return complex(node[1], node[2])  # type: ignore[call-overload]
 
     def pairs(
-        self, found: dict[Any, object], node: list[object], start: int, depth: int
+        self, found: dict[Any, object], node: _Node, start: int, depth: int
     ) -> dict[Any, object]:
         count, odd = divmod(len(node) - start, 2)
         if odd:
@@ -801,13 +801,13 @@ class _ValueReader:
             raise _malformed("a dict with the same key twice")
         return found
 
-    def text(self, node: list[object], depth: int) -> object:
+    def text(self, node: _Node, depth: int) -> object:
         try:
             return str(self.take(_only(node, int)), "utf-8", "surrogatepass")
         except UnicodeDecodeError:
             raise _malformed("text that is not UTF-8") from None
 
-    def tensor(self, node: list[object], depth: int) -> object:
+    def tensor(self, node: _Node, depth: int) -> object:
         if self.hashed:
             raise _malformed("a set with a tensor")
         torch: Any = _needed("torch")
@@ -821,7 +821,7 @@ class _ValueReader:
         tensor = flat.view(shape)
         return tensor if self.target is None else tensor.to(self.target)
 
-    def array(self, node: list[object], depth: int) -> object:
+    def array(self, node: _Node, depth: int) -> object:
         numpy: Any = _needed("numpy")
         dtype = _numpy_dtype(_text_of(node))
         shape, size = _shape(node, dtype.itemsize)
@@ -830,7 +830,7 @@ class _ValueReader:
         memory = self.take(size)
         return numpy.frombuffer(memory if self.shared else bytearray(memory), dtype).reshape(shape)
 
-    def number(self, node: list[object], depth: int) -> object:
+    def number(self, node: _Node, depth: int) -> object:
         numpy: Any = _needed("numpy")
         dtype = _numpy_dtype(_text_of(node))
         data = node[2] if len(node) == 3 else None
@@ -840,19 +840,19 @@ class _ValueReader:
             )
         return numpy.frombuffer(bytearray(data), dtype)[0]
 
-    def of(self, kind: type, node: list[object], depth: int) -> object:
+    def of(self, kind: type, node: _Node, depth: int) -> object:
         value = self.value(node[1], depth + 1) if len(node) == 2 else None
         if type(value) is not kind:
             raise _malformed(f"a numpy {kind.__name__} made of something else")
         return value
 
-    def size(self, node: list[object], depth: int) -> object:
+    def size(self, node: _Node, depth: int) -> object:
         shape = node[1:]
         if not all(type(n) is int and -_INT64 <= n < _INT64 for n in shape):
             raise _malformed("a torch.Size of something else than integers")
         return _needed("torch").Size(shape)
 
-    def device(self, node: list[object], depth: int) -> object:
+    def device(self, node: _Node, depth: int) -> object:
         torch = _needed("torch")
         kind, index = node[1:] if len(node) == 3 else (None, None)
         if (
@@ -866,7 +866,7 @@ class _ValueReader:
                 pass  # no such kind of device in this build
         raise _malformed(f"a torch.device {str(node[1:])[:40]}")
 
-    def pickled(self, node: list[object], depth: int) -> object:
+    def pickled(self, node: _Node, depth: int) -> object:
         data = self.take(_only(node, int))
         if not self.allow_pickle:
             raise ValueUnsupported(
@@ -890,7 +890,7 @@ class _ValueReader:
             ) from error
 
 
-_READ: tuple[Callable[[_ValueReader, list[object], int], object], ...] = (
+_READ: tuple[Callable[[_ValueReader, _Node, int], object], ...] = (
     lambda reader, node, depth: reader.items(node[1:], depth),
     lambda reader, node, depth: tuple(reader.items(node[1:], depth)),
     lambda reader, node, depth: set(reader.elements(node, depth)),
@@ -930,20 +930,20 @@ def _needed(name: str) -> Any:
         raise ValueUnsupported("value-unsupported", text, help=help) from error
 
 
-def _text_of(node: list[object]) -> str | None:
+def _text_of(node: _Node) -> str | None:
     """Return what is behind the tag, if it is a str."""
     second = node[1] if len(node) > 1 else None
     return second if type(second) is str else None
 
 
-def _only(node: list[object], kind: type) -> Any:
+def _only(node: _Node, kind: type) -> Any:
     """Return the one thing that this node has behind its tag."""
     if len(node) != 2 or type(node[1]) is not kind:
         raise _malformed(f"a node {str(node)[:40]} without its one {kind.__name__}")
     return node[1]
 
 
-def _shape(node: list[object], itemsize: int) -> tuple[list[Any], int]:
+def _shape(node: _Node, itemsize: int) -> tuple[list[Any], int]:
     """Return the shape in the node of a tensor or array, and how many bytes it has."""
     shape: list[Any] = node[2:]
     if not all(type(n) is int and 0 <= n < _INT64 for n in shape) or not _shape_fits(

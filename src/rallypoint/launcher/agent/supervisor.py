@@ -213,6 +213,9 @@ class Action(msgspec.Struct, frozen=True):
     """Something that the agent is to do."""
 
 
+Actions = list[Action]
+
+
 class StartRanks(Action):
     """Bind the attempt's socket, start its c10d host, then all ranks."""
 
@@ -397,22 +400,22 @@ class Supervisor:
     def __repr__(self) -> str:
         return f"<Supervisor {self.state.value}, attempt {self.attempt}, {len(self._living())} of {len(self._numbers)} ranks alive>"
 
-    def handle(self, event: JobEvent, now: float) -> list[Action]:
+    def handle(self, event: JobEvent, now: float) -> Actions:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         row = self._TABLE[self.state].get(type(event))
         return row(self, event, now) if row else []
 
     # --- preparing and running
 
-    def _start(self, event: Prepared, now: float) -> list[Action]:
+    def _start(self, event: Prepared, now: float) -> Actions:
         return self._start_attempt("the template is ready", now)
 
-    def _prepared(self, event: Prepared, now: float) -> list[Action]:
+    def _prepared(self, event: Prepared, now: float) -> Actions:
         """Note that the ranks can be started, which is not done now."""
         self._is_ready = True
         return []
 
-    def _start_attempt(self, because: str, now: float) -> list[Action]:
+    def _start_attempt(self, because: str, now: float) -> Actions:
         self.state, self._is_ready = State.RUNNING, True
         self._attempt_began = now
         self.ranks = {rank: RankState() for rank in self._numbers}
@@ -420,11 +423,11 @@ class Supervisor:
         self._reason, self._in_vain, self._is_over = "failure", False, False
         return [StartRanks(self.attempt, because)]
 
-    def _impossible(self, event: Impossible, now: float) -> list[Action]:
+    def _impossible(self, event: Impossible, now: float) -> Actions:
         self._reason = "start"
         return self._conclude(event.because, now)
 
-    def _phase(self, event: PhaseEntered, now: float) -> list[Action]:
+    def _phase(self, event: PhaseEntered, now: float) -> Actions:
         rank = self.ranks[event.rank]
         if rank.waits and event.phase == "running":
             rank.joined += rank.whole
@@ -443,20 +446,20 @@ class Supervisor:
         """Return the ranks that are in init_process_group."""
         return [number for number in self._living() if self.ranks[number].waits]
 
-    def _erred(self, event: Erred, now: float) -> list[Action]:
+    def _erred(self, event: Erred, now: float) -> Actions:
         rank = self.ranks[event.rank]
         rank.erred = rank.erred or event.call in ("init_process_group", "set_device")
         rank.waits = rank.waits and event.call != "init_process_group"
         return []
 
-    def _debugged(self, event: Debugged, now: float) -> list[Action]:
+    def _debugged(self, event: Debugged, now: float) -> Actions:
         """Count the time of every rank that waits anew: it waits for a person at a debugger."""
         self.ranks[event.rank].debugged = event.waits
         for rank in self.ranks.values():
             rank.since = max(rank.since, now)
         return []
 
-    def _timer_while_running(self, event: Timer, now: float) -> list[Action]:
+    def _timer_while_running(self, event: Timer, now: float) -> Actions:
         if event.name == "settle" and self._untold:
             return self._tell(self._untold)
         waiting = self._waiting()
@@ -471,7 +474,7 @@ class Supervisor:
         self._roll_after *= 2
         return [CallRoll(because), SetTimer("roll call", since + self._roll_after)]
 
-    def _look_for_absent(self, now: float) -> list[Action]:
+    def _look_for_absent(self, now: float) -> Actions:
         """Judge when ranks wait in init_process_group for one that has left with exit code 0:
         nothing else will end that.
 
@@ -492,13 +495,13 @@ class Supervisor:
         self._sure = True
         return self._judge(f"{ranks_phrase(named)} left while {_wait_in_init(waiting)}", now)
 
-    def _failure(self, event: RankRaised | CannotMeet, now: float) -> list[Action]:
+    def _failure(self, event: RankRaised | CannotMeet, now: float) -> Actions:
         if isinstance(event, RankRaised) and self._continue:  # said when it has ended
             return []
         self._note(event)
         return self._judge(event.because, now)
 
-    def _note(self, event: RankRaised | CannotMeet | RankEnded) -> list[Action]:
+    def _note(self, event: RankRaised | CannotMeet | RankEnded) -> Actions:
         """Note a failure or an end; return what follows for the rank's group at once."""
         if isinstance(event, CannotMeet):
             self._sure = True
@@ -513,7 +516,7 @@ class Supervisor:
         self._sure = self._sure or (event.sure and not well)
         return [CleanGroup(event.rank, not well)]
 
-    def _rank_ended(self, event: RankEnded, now: float) -> list[Action]:
+    def _rank_ended(self, event: RankEnded, now: float) -> Actions:
         actions = self._note(event)
         if not _ended_well(event):
             follows = self._perhaps_tell if self._continue else self._judge
@@ -522,7 +525,7 @@ class Supervisor:
             return actions + self._look_for_absent(now)
         return actions + (self._tell(self._untold) if self._untold else self._all_ended(now))
 
-    def _perhaps_tell(self, because: str, now: float) -> list[Action]:
+    def _perhaps_tell(self, because: str, now: float) -> Actions:
         """Report a failure while the others go on: one that is perhaps a consequence after a
         moment, in which its cause may show.
         """
@@ -533,18 +536,18 @@ class Supervisor:
         self._untold = because
         return [SetTimer("settle", now + SETTLE_FOR_CAUSE)]
 
-    def _tell(self, because: str) -> list[Action]:
+    def _tell(self, because: str) -> Actions:
         self._untold, self._sure, self._is_judged = "", False, False
         return [MakeReport("failure", because)]
 
-    def _helper_ended(self, event: HelperEnded, now: float) -> list[Action]:
+    def _helper_ended(self, event: HelperEnded, now: float) -> Actions:
         self._reason = "helper"
         # Without its guard or its template a job has lost the promise that nothing outlives it:
         # there is no time for a grace.
         self._at_once = event.name in ("guard", "template")
         return self._conclude(f"the {event.name} has ended", now)
 
-    def _signalled(self, event: Signalled, now: float) -> list[Action]:
+    def _signalled(self, event: Signalled, now: float) -> Actions:
         if self._is_the_same(now):
             return []
         # asked a second time, while the evidence of the first comes in: kill
@@ -562,18 +565,18 @@ class Supervisor:
             and now < self._asked_at + ONE_SIGNAL
         )
 
-    def _overdue(self, event: Overdue, now: float) -> list[Action]:
+    def _overdue(self, event: Overdue, now: float) -> Actions:
         self._asked_by = Signalled("SIGTERM")
         self._reason, self._kill_at = "overdue", now + event.grace
         return self._end_from_outside(f"the time that was given, {event.seconds:g} s, is over", now)
 
-    def _end_from_outside(self, because: str, now: float) -> list[Action]:
+    def _end_from_outside(self, because: str, now: float) -> Actions:
         self._sure = True
         if self._at_once or not self._living():
             return self._conclude(because, now)
         return self._judge(because, now)
 
-    def _overdue_too_late(self, event: Overdue, now: float) -> list[Action]:
+    def _overdue_too_late(self, event: Overdue, now: float) -> Actions:
         """Let the job end by what has failed by then, in this time; nothing is started again."""
         self._restarts.most, self._kill_at = self.attempt, now + event.grace
         if self.state is not State.STOPPING:
@@ -582,7 +585,7 @@ class Supervisor:
 
     # --- judging
 
-    def _judge(self, because: str, now: float) -> list[Action]:
+    def _judge(self, because: str, now: float) -> Actions:
         """Ask every rank where it is, before anything is stopped."""
         self.state, self._because, self._evidence_in = State.JUDGING, because, False
         self._settle_until = now + self._settle()
@@ -597,7 +600,7 @@ class Supervisor:
         )
         return SETTLE_APART if apart else SETTLE
 
-    def _another(self, event: RankRaised | RankEnded | CannotMeet, now: float) -> list[Action]:
+    def _another(self, event: RankRaised | RankEnded | CannotMeet, now: float) -> Actions:
         was_sure = self._sure
         actions = self._note(event)
         if self._sure and not was_sure and now + self._settle() < self._settle_until:
@@ -605,24 +608,24 @@ class Supervisor:
             actions.append(SetTimer("settle", self._settle_until))
         return actions + self._perhaps_conclude(event, now)
 
-    def _perhaps_conclude(self, event: JobEvent, now: float) -> list[Action]:
+    def _perhaps_conclude(self, event: JobEvent, now: float) -> Actions:
         self._evidence_in = self._evidence_in or isinstance(event, EvidenceIn)
         settled = now >= self._settle_until or self._is_from_outside() or not self._living()
         return self._conclude(self._because, now) if self._evidence_in and settled else []
 
-    def _conclude(self, because: str, now: float) -> list[Action]:
+    def _conclude(self, because: str, now: float) -> Actions:
         """Report; what follows waits for `Judged`, which carries the exit status."""
         self.state, self._because, self._is_judged = State.STOPPING, because, False
         # With other nodes the answer may take seconds.
         killing = self._kill(because, now) if self._at_once and not self._alone else []
         return [*killing, MakeReport(self._reason, because)]
 
-    def _judged_while_running(self, event: Judged, now: float) -> list[Action]:
+    def _judged_while_running(self, event: Judged, now: float) -> Actions:
         """Go on: each report of such a job is one of all that has failed by now."""
         self._status, self._is_judged = event.status, True
         return [] if self._living() else self._all_ended(now)
 
-    def _judged(self, event: Judged, now: float) -> list[Action]:
+    def _judged(self, event: Judged, now: float) -> Actions:
         self._status = event.status if self._status is None else self._status
         self._is_judged = True
         self._restarts.failed(event.same, now - self._attempt_began)
@@ -637,7 +640,7 @@ class Supervisor:
 
     # --- stopping
 
-    def _stop(self, living: Collection[int], name: str, now: float) -> list[Action]:
+    def _stop(self, living: Collection[int], name: str, now: float) -> Actions:
         self._last_end, self._vain = now, 0
         self._grace_over = min(now + self._grace, self._kill_at)
         actions = [self._signal(number, name, self._because) for number in living]
@@ -649,9 +652,9 @@ class Supervisor:
         self.ranks[number].asked = name
         return SignalGroup(number, name, because)
 
-    def _ended_while_stopping(self, event: RankEnded, now: float) -> list[Action]:
+    def _ended_while_stopping(self, event: RankEnded, now: float) -> Actions:
         self.ranks[event.rank].ended = True
-        actions: list[Action] = [CleanGroup(event.rank, kill=True)]
+        actions: Actions = [CleanGroup(event.rank, kill=True)]
         if not self._living():
             return actions + self._all_ended(now)
         if not self._is_from_outside() or not self._is_judged:
@@ -660,7 +663,7 @@ class Supervisor:
         self._last_end, self._vain = now, 0
         return [*actions, SetTimer("stuck", now + STUCK_AFTER)]
 
-    def _timer_while_stopping(self, event: Timer, now: float) -> list[Action]:
+    def _timer_while_stopping(self, event: Timer, now: float) -> Actions:
         living = self._living()
         if not living:
             return []
@@ -694,7 +697,7 @@ class Supervisor:
         """
         return self._reason in ("interrupted", "overdue")
 
-    def _stuck(self, event: Stuck, now: float) -> list[Action]:
+    def _stuck(self, event: Stuck, now: float) -> Actions:
         """Send ranks that cannot have seen a signal the next stronger one, if waiting longer is in
         vain.
 
@@ -711,7 +714,7 @@ class Supervisor:
         again = SetTimer("stuck", now + (STUCK_LATER if rarely else STUCK_AFTER))
         if outside and not self._is_in_vain():
             return [again]
-        actions: list[Action] = []
+        actions: Actions = []
         killed: list[int] = []
         for number in event.ranks:
             rank = self.ranks[number]
@@ -739,24 +742,23 @@ class Supervisor:
         """Whether every living rank here was seen to wait, in look after look."""
         return self._vain >= VAIN_LOOKS
 
-    def _note_in_vain(self, event: InVain, now: float) -> list[Action]:
+    def _note_in_vain(self, event: InVain, now: float) -> Actions:
         self._in_vain = True
         return []
 
-    def _helper_ended_while_stopping(self, event: HelperEnded, now: float) -> list[Action]:
+    def _helper_ended_while_stopping(self, event: HelperEnded, now: float) -> Actions:
         if event.name not in ("guard", "template"):
             return []  # the c10d host: nobody needs a meeting point any more
         return self._kill(f"the {event.name} has ended", now)
 
-    def _signal_while_stopping(self, event: Signalled, now: float) -> list[Action]:
+    def _signal_while_stopping(self, event: Signalled, now: float) -> Actions:
         if self._is_the_same(now):
             return []
         self._asked_by = self._asked_by or event
-        second = self._reason == "interrupted"
-        which = f"a second signal ({event.name})" if second else event.name
+        which = f"a second signal ({event.name})" if self._reason == "interrupted" else event.name
         return self._kill(f"{which} has come", now)
 
-    def _kill(self, because: str, now: float) -> list[Action]:
+    def _kill(self, because: str, now: float) -> Actions:
         """SIGKILL the living ranks that have not got it yet."""
         killed = tuple(one for one in self._living() if self.ranks[one].asked != "SIGKILL")
         if not killed:
@@ -770,7 +772,7 @@ class Supervisor:
 
     # --- ends
 
-    def _all_ended(self, now: float) -> list[Action]:
+    def _all_ended(self, now: float) -> Actions:
         if not self._is_judged:  # it follows then
             return []
         if not self._alone and not self._is_isolated:
@@ -778,8 +780,7 @@ class Supervisor:
         if self.state is State.RUNNING:
             return self._leave("every rank has ended", gently=self._status is None, status=0)
         restarts = self._restarts
-        failed = self._reason == "failure" and self._asked_by is None
-        if not failed or not restarts.is_left:
+        if self._reason != "failure" or self._asked_by is not None or not restarts.is_left:
             return self._leave(self._because)
         if restarts.is_hopeless:
             *before, leaving = self._leave(self._because)
@@ -792,23 +793,23 @@ class Supervisor:
 
     # --- with other nodes
 
-    def _elsewhere(self, event: Elsewhere, now: float) -> list[Action]:
+    def _elsewhere(self, event: Elsewhere, now: float) -> Actions:
         self._reason = "elsewhere"
         self._heed_signal(event, now)
         self._sure = True
         return self._judge(event.because, now)
 
-    def _elsewhere_too(self, event: Elsewhere, now: float) -> list[Action]:
+    def _elsewhere_too(self, event: Elsewhere, now: float) -> Actions:
         self._heed_signal(event, now)
         return []
 
-    def _elsewhere_while_stopping(self, event: Elsewhere, now: float) -> list[Action]:
+    def _elsewhere_while_stopping(self, event: Elsewhere, now: float) -> Actions:
         """Take a signal on another node for a second one of our own: it kills."""
         if not event.signal or (self._asked_by is None and not self._is_judged):
             return []
         return self._signal_while_stopping(Signalled(event.signal), now)
 
-    def _elsewhere_after_the_end(self, event: Elsewhere, now: float) -> list[Action]:
+    def _elsewhere_after_the_end(self, event: Elsewhere, now: float) -> Actions:
         """Report of ranks that have ended before: the lead wants the part of every node."""
         if self._asked_by is not None:  # that is told
             return []
@@ -822,7 +823,7 @@ class Supervisor:
             self._asked_by = Signalled(event.signal)
             self._asked_at, self._reason = now, "interrupted"
 
-    def _signalled_after_the_end(self, event: Signalled, now: float) -> list[Action]:
+    def _signalled_after_the_end(self, event: Signalled, now: float) -> Actions:
         if self._is_the_same(now):
             return []
         if self._asked_by is not None:
@@ -834,17 +835,17 @@ class Supervisor:
         self._because = f"the launcher got {event.name}"
         return [MakeReport("interrupted", self._because)]
 
-    def _judged_after_the_end(self, event: Judged, now: float) -> list[Action]:
+    def _judged_after_the_end(self, event: Judged, now: float) -> Actions:
         self._status = event.status
         return []
 
-    def _helper_ended_after_the_end(self, event: HelperEnded, now: float) -> list[Action]:
+    def _helper_ended_after_the_end(self, event: HelperEnded, now: float) -> Actions:
         if event.name not in ("guard", "template"):
             return []
         self._reason, self._because = "helper", f"the {event.name} has ended"
         return [MakeReport("helper", self._because)]
 
-    def _isolated(self, event: Isolated, now: float) -> list[Action]:
+    def _isolated(self, event: Isolated, now: float) -> Actions:
         """End the ranks at once: the others have gone on without them, or have ended as well."""
         if self._is_isolated:
             return []
@@ -853,7 +854,7 @@ class Supervisor:
         self._reason, self._at_once, self._is_isolated = "isolated", True, True
         return self._conclude(event.because, now)
 
-    def _attempt_over(self) -> list[Action]:
+    def _attempt_over(self) -> Actions:
         well = self.state is State.RUNNING and self._status is None
         because = "every rank has ended" if self.state is State.RUNNING else self._because
         if self._dismissed is not None:
@@ -862,7 +863,7 @@ class Supervisor:
         self.state, self._is_over = State.WAITING, True
         return [CleanUp(well, because), AttemptOver(well)]
 
-    def _next(self, event: Next, now: float) -> list[Action]:
+    def _next(self, event: Next, now: float) -> Actions:
         self.attempt, self._numbers = event.attempt, event.ranks
         # The lead did not know of it yet.
         if self._asked_by is not None or self._reason == "helper":
@@ -873,18 +874,18 @@ class Supervisor:
             return []
         return self._start_attempt(f"attempt {event.attempt}: {self._because}", now)
 
-    def _dismissed_now(self, event: JobEnded, now: float) -> list[Action]:
+    def _dismissed_now(self, event: JobEnded, now: float) -> Actions:
         self.state = State.ENDED
         return [Leave(event.status, "the lead has ended the job")]
 
-    def _dismissed_early(self, event: JobEnded, now: float) -> list[Action]:
+    def _dismissed_early(self, event: JobEnded, now: float) -> Actions:
         """Leave when every rank has ended."""
         self._dismissed = event.status
         return []
 
     # --- the end
 
-    def _leave(self, because: str, *, gently: bool = False, status: int = 1) -> list[Action]:
+    def _leave(self, because: str, *, gently: bool = False, status: int = 1) -> Actions:
         """End the job, with `status` unless a report has said another one."""
         self.state = State.ENDED
         status = status if self._status is None else self._status
@@ -894,7 +895,7 @@ class Supervisor:
         return tuple(number for number, rank in self.ranks.items() if not rank.ended)
 
     _TABLE: ClassVar[
-        dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[Action]]]]
+        dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], Actions]]]
     ] = {
         State.PREPARING: {
             Prepared: _start,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from msgspec.structs import replace
 
 from rallypoint.diagnosis.rank_snapshot import RankStanding
-from rallypoint.launcher.nodes.decisions import Decision, TellNodes
+from rallypoint.launcher.nodes.decisions import Decisions, TellNodes
 from rallypoint.launcher.nodes.joining import NodeEvent
 from rallypoint.launcher.nodes.messages import (
     Ask,
@@ -59,11 +59,11 @@ class AllStandings:
         now: float,
         living: Collection[int],
         at_work: Set[int],
-    ) -> list[Decision]:
+    ) -> Decisions:
         """Return what to send. `living`: nodes that are not lost. `at_work`: those of them that
         have ranks which live; none when something has failed in this attempt.
         """
-        made: list[Decision] = []
+        made: Decisions = []
         match event:
             case AskAll(node):
                 self._askers.add(node)
@@ -89,7 +89,7 @@ class AllStandings:
     def _stands(self, at_work: Set[int]) -> bool:
         return bool(at_work) and self._since.keys() >= at_work
 
-    def _ask(self, living: Collection[int], now: float) -> list[Decision]:
+    def _ask(self, living: Collection[int], now: float) -> Decisions:
         """Begin a round, if none is on."""
         if self.due < math.inf:
             return []
@@ -99,9 +99,7 @@ class AllStandings:
         self.due = now + NODES_ANSWER_WITHIN
         return [TellNodes(tuple(living), Ask("stacks", self._number))]
 
-    def _perhaps_tell(
-        self, living: Collection[int], at_work: Set[int], now: float
-    ) -> list[Decision]:
+    def _perhaps_tell(self, living: Collection[int], at_work: Set[int], now: float) -> Decisions:
         """Once all nodes have answered, or had their time: tell it to those that asked, or all."""
         if self.due == math.inf:
             return []

@@ -14,6 +14,9 @@ class Decision(msgspec.Struct, frozen=True):
     """Something that the lead's thread is to do."""
 
 
+Decisions = list[Decision]
+
+
 class Tell(Decision):
     """Send one applicant a message."""
 

@@ -15,7 +15,7 @@ import msgspec
 
 from rallypoint.diagnosis.render import plain
 from rallypoint.launcher.nodes import refusals
-from rallypoint.launcher.nodes.decisions import Decision, Tell, TellAll
+from rallypoint.launcher.nodes.decisions import Decision, Decisions, Tell, TellAll
 from rallypoint.launcher.nodes.messages import (
     Applicant,
     Missing,
@@ -132,7 +132,7 @@ class Joining:
     def __repr__(self) -> str:
         return f"<Joining {self.state.value}, {len(self._here)} of {self._count} nodes here>"
 
-    def handle(self, event: NodeEvent | Reachable, now: float) -> list[Decision]:
+    def handle(self, event: NodeEvent | Reachable, now: float) -> Decisions:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         row = self._TABLE[self.state].get(type(event))
         decisions = row(self, event, now) if row else []
@@ -171,7 +171,7 @@ class Joining:
 
     # --- gathering
 
-    def _came(self, event: Came, now: float) -> list[Decision]:
+    def _came(self, event: Came, now: float) -> Decisions:
         applicant = event.applicant
         if applicant.id in self._here or applicant.id in self._doubtful:
             return []
@@ -189,14 +189,14 @@ class Joining:
                 self._holders[rank] = applicant
         return self._admit(applicant, now)
 
-    def _admit(self, applicant: Applicant, now: float) -> list[Decision]:
+    def _admit(self, applicant: Applicant, now: float) -> Decisions:
         self._here[applicant.id] = applicant
         self._came_at[applicant.id] = now
         for name in (applicant.host, *applicant.addresses):
             self._last_words.pop(name, None)
         return self._prove(now) if len(self._here) == self._count else []
 
-    def _went(self, event: Went, now: float) -> list[Decision]:
+    def _went(self, event: Went, now: float) -> Decisions:
         self._doubtful.pop(event.id, None)
         self._kept.pop(event.id, None)
         gone = self._here.pop(event.id, None)
@@ -216,13 +216,13 @@ class Joining:
                 return self._admit(applicant, now)
         return []
 
-    def _rejected(self, event: Rejected, now: float) -> list[Decision]:
+    def _rejected(self, event: Rejected, now: float) -> Decisions:
         self._last_words[event.host] = f"refused: {event.host}: {plain(event.because)}"
         if len(self._last_words) > WORDS_MOST:
             del self._last_words[next(iter(self._last_words))]
         return []
 
-    def _late(self, event: Came, now: float) -> list[Decision]:
+    def _late(self, event: Came, now: float) -> Decisions:
         """Refuse one that comes too late. A watch that begins anew tells of the others again."""
         applicant = event.applicant
         if applicant.id in self._here or applicant.id in self._doubtful:
@@ -245,12 +245,12 @@ class Joining:
         self._last_words[applicant.host] = f"refused: {refused.headline}"
         return Tell(applicant.id, refused)
 
-    def _left(self, event: Went, now: float) -> list[Decision]:
+    def _left(self, event: Went, now: float) -> Decisions:
         """Note that the job ends: one of its nodes is lost, or has been dismissed."""
         self._here.pop(event.id, None)
         return []
 
-    def _tick(self, event: Tick, now: float) -> list[Decision]:
+    def _tick(self, event: Tick, now: float) -> Decisions:
         decisions = self._refuse_doubtful(now)
         if now >= self._began + self._timeout:
             self.state = Stage.CLOSED
@@ -267,9 +267,9 @@ class Joining:
             decisions.append(TellAll(Missing((head, *self._roll()))))
         return decisions
 
-    def _refuse_doubtful(self, now: float) -> list[Decision]:
+    def _refuse_doubtful(self, now: float) -> Decisions:
         """Refuse the younger of two applicants for one place, when the older one lives."""
-        decisions: list[Decision] = []
+        decisions: Decisions = []
         for applicant, until in [*self._doubtful.values()]:
             if now < until:
                 continue
@@ -298,7 +298,7 @@ class Joining:
 
     # --- an address that all reach
 
-    def _prove(self, now: float) -> list[Decision]:
+    def _prove(self, now: float) -> Decisions:
         """Form the world when all have come to the lead by one address; else have all try all of
         them.
 
@@ -320,24 +320,23 @@ class Joining:
         self._try_until = now + TRY_PATIENCE
         return [Tell(one.id, Try(self._candidates)) for one in others]
 
-    def _reachable(self, event: Reachable, now: float) -> list[Decision]:
+    def _reachable(self, event: Reachable, now: float) -> Decisions:
         if event.id in self._here:
             self._reached[event.id] = frozenset(event.addresses)
         return self._choose() if len(self._reached) == self._count - 1 else []
 
-    def _keep(self, event: Came, now: float) -> list[Decision]:
+    def _keep(self, event: Came, now: float) -> Decisions:
         """Keep one that comes meanwhile: of the others one may be gone, and its place be free."""
         self._kept[event.applicant.id] = event.applicant
         return []
 
-    def _tick_while_proving(self, event: Tick, now: float) -> list[Decision]:
-        decisions = self._refuse_doubtful(now)
-        return decisions + (self._choose() if now >= self._try_until else [])
+    def _tick_while_proving(self, event: Tick, now: float) -> Decisions:
+        return self._refuse_doubtful(now) + (self._choose() if now >= self._try_until else [])
 
     def _others(self) -> list[Applicant]:
         return [one for one in self._here.values() if one.id != self._lead.id]
 
-    def _choose(self) -> list[Decision]:
+    def _choose(self) -> Decisions:
         """Take the first address that every node reaches; a silent node reaches the one by which
         it came.
         """
@@ -354,11 +353,11 @@ class Joining:
         for one in others:
             table.setdefault(reached[one.id], []).append(one)
         refused = refusals.no_common_address(self._lead, table)
-        told: list[Decision] = [Tell(id, refused) for id in (*self._here, *self._doubtful)]
+        told: Decisions = [Tell(id, refused) for id in (*self._here, *self._doubtful)]
         self._doubtful.clear()
         return told
 
-    def _form(self, address: str) -> list[Decision]:
+    def _form(self, address: str) -> Decisions:
         self.state, self._address = Stage.FORMED, address
         others = self._others()
         places = {one.node_rank: one for one in others if one.node_rank is not None}
@@ -375,9 +374,7 @@ class Joining:
         told = [TellAll(Missing(lines))] if lines else []
         return [*told, *self._refuse_doubtful(math.inf), Form(seats, self.world)]
 
-    _TABLE: ClassVar[
-        dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision]]]]
-    ] = {
+    _TABLE: ClassVar[dict[Stage, dict[type[Any], Callable[[Joining, Any, float], Decisions]]]] = {
         Stage.GATHERING: {
             Came: _came,
             Went: _went,

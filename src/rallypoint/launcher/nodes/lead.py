@@ -17,7 +17,7 @@ from rallypoint.diagnosis.report import TEMPORARY
 from rallypoint.launcher.job_diagnosis import FailedAttempt
 from rallypoint.launcher.nodes.all_ranks import AllRanks
 from rallypoint.launcher.nodes.all_standings import AllStandings
-from rallypoint.launcher.nodes.decisions import Decision, TellAll, TellNodes
+from rallypoint.launcher.nodes.decisions import Decision, Decisions, TellAll, TellNodes
 from rallypoint.launcher.nodes.joining import NodeEvent, Tick
 from rallypoint.launcher.nodes.messages import (
     AllWait,
@@ -126,7 +126,7 @@ class Lead:
             f"{len(self._open)} of {self._count} nodes at work>"
         )
 
-    def handle(self, event: NodeEvent | NodeMessage, now: float) -> list[Decision]:
+    def handle(self, event: NodeEvent | NodeMessage, now: float) -> Decisions:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         if getattr(event, "node", None) in self._lost:
             return []
@@ -153,15 +153,15 @@ class Lead:
 
     # --- running
 
-    def _views(self, event: Views, now: float) -> list[Decision]:
+    def _views(self, event: Views, now: float) -> Decisions:
         self.ranks.changed(event.ranks, now)
         return []
 
-    def _answer(self, event: NodeAnswer, now: float) -> list[Decision]:
+    def _answer(self, event: NodeAnswer, now: float) -> Decisions:
         self.ranks.answered(event, now)
         return self._call_roll(now)
 
-    def _tick_while_running(self, event: Tick, now: float) -> list[Decision]:
+    def _tick_while_running(self, event: Tick, now: float) -> Decisions:
         because = self.ranks.look(now)
         if because:
             return self._judge(because, now)
@@ -171,17 +171,17 @@ class Lead:
         ]
         return [*questions, *self._call_roll(now)]
 
-    def _call_roll(self, now: float) -> list[Decision]:
+    def _call_roll(self, now: float) -> Decisions:
         roll = self.ranks.called(now)
         return [TellAll(roll)] if roll is not None else []
 
-    def _failed(self, event: Failing, now: float) -> list[Decision]:
+    def _failed(self, event: Failing, now: float) -> Decisions:
         self._failing.add(event.node)
         if event.signal:
             self._signalled.add(event.node)
         return self._judge(event.because, now, but=event.node, signal=event.signal)
 
-    def _lost_while_running(self, event: Lost, now: float) -> list[Decision]:
+    def _lost_while_running(self, event: Lost, now: float) -> Decisions:
         """Judge. The ranks of a node that is done had all ended well: its loss hurts no rank."""
         self._lose(event.node, event.how)
         if event.node not in self._open:
@@ -193,7 +193,7 @@ class Lead:
         self._lost[node] = how
         self._living.discard(node)
 
-    def _over_while_running(self, event: Over, now: float) -> list[Decision]:
+    def _over_while_running(self, event: Over, now: float) -> Decisions:
         self._open.discard(event.node)
         if not event.well:
             self._failing.add(event.node)
@@ -202,18 +202,18 @@ class Lead:
 
     # --- judging
 
-    def _judge(self, because: str, now: float, but: int = -1, signal: str = "") -> list[Decision]:
+    def _judge(self, because: str, now: float, but: int = -1, signal: str = "") -> Decisions:
         """Gather the evidence of all nodes, before anything is stopped."""
         self.state, self._because, self._signal = Phase.JUDGING, because, signal
         self._judged_at, self._deadline = now, now + EVIDENCE_PATIENCE
         self._awaited = {*self._living}
         return [TellAll(Judge(because, signal), but), *self._perhaps_diagnose(now)]
 
-    def _another_failed(self, event: Failing, now: float) -> list[Decision]:
+    def _another_failed(self, event: Failing, now: float) -> Decisions:
         self._failing.add(event.node)
         return self._signalled_again(event) if event.signal else []
 
-    def _signalled_again(self, event: Failing) -> list[Decision]:
+    def _signalled_again(self, event: Failing) -> Decisions:
         """Tell all of a signal that is a new wish: the first one, or the second to one node. One
         that a batch system sends to every node is one wish.
         """
@@ -224,7 +224,7 @@ class Lead:
         self._signal, self._because = event.signal, event.because
         return [TellAll(Judge(event.because, event.signal), event.node)]
 
-    def _another_lost(self, event: Lost, now: float) -> list[Decision]:
+    def _another_lost(self, event: Lost, now: float) -> Decisions:
         self._lose(event.node, event.how)
         self._open.discard(event.node)
         self._awaited.discard(event.node)
@@ -232,19 +232,19 @@ class Lead:
         is_judged = self.state is Phase.STOPPING
         return self._perhaps_conclude(now) if is_judged else self._perhaps_diagnose(now)
 
-    def _over_while_judging(self, event: Over, now: float) -> list[Decision]:
+    def _over_while_judging(self, event: Over, now: float) -> Decisions:
         """Await the evidence of a node that ended well just now: it was not asked before."""
         self._open.discard(event.node)
         if not event.well:
             self._awaited.discard(event.node)
         return self._perhaps_diagnose(now)
 
-    def _evidence_of(self, event: EvidenceOf, now: float) -> list[Decision]:
+    def _evidence_of(self, event: EvidenceOf, now: float) -> Decisions:
         self._evidence[event.node] = event.evidence
         self._awaited.discard(event.node)
         return self._perhaps_diagnose(now)
 
-    def _perhaps_diagnose(self, now: float) -> list[Decision]:
+    def _perhaps_diagnose(self, now: float) -> Decisions:
         if self._diagnosing or (self._awaited and now < self._deadline):
             return []
         late = self._judged_at + CAUSE_PATIENCE
@@ -263,10 +263,10 @@ class Lead:
         )
         return [Diagnose(failed, dict(self._lost))]
 
-    def _tick_while_judging(self, event: Tick, now: float) -> list[Decision]:
+    def _tick_while_judging(self, event: Tick, now: float) -> Decisions:
         return self._perhaps_diagnose(now)
 
-    def _diagnosed(self, event: Sentence, now: float) -> list[Decision]:
+    def _diagnosed(self, event: Sentence, now: float) -> Decisions:
         if not self._diagnosing:
             return []
         self.state, self._status = Phase.STOPPING, event.status
@@ -278,13 +278,13 @@ class Lead:
 
     # --- stopping
 
-    def _views_while_stopping(self, event: Views, now: float) -> list[Decision]:
+    def _views_while_stopping(self, event: Views, now: float) -> Decisions:
         """Begin anew to count the nodes that wait: where a rank has ended, others may go on."""
         if any(view.ended is not None for view in event.ranks):
             self._vain.clear()
         return []
 
-    def _all_wait(self, event: AllWait, now: float) -> list[Decision]:
+    def _all_wait(self, event: AllWait, now: float) -> Decisions:
         if not event.waits or not self._signal:
             self._vain.discard(event.node)
             return []
@@ -294,12 +294,12 @@ class Lead:
         self._vain.clear()
         return [TellAll(WaitInVain("every living rank waits for another one, on all nodes"))]
 
-    def _over(self, event: Over, now: float) -> list[Decision]:
+    def _over(self, event: Over, now: float) -> Decisions:
         self._open.discard(event.node)
         self._vain.clear()
         return self._perhaps_conclude(now)
 
-    def _tick_while_stopping(self, event: Tick, now: float) -> list[Decision]:
+    def _tick_while_stopping(self, event: Tick, now: float) -> Decisions:
         if now < self._deadline:
             return []
         patience = self._grace + OVER_PATIENCE
@@ -308,7 +308,7 @@ class Lead:
         self._open.clear()
         return self._perhaps_conclude(now)
 
-    def _perhaps_conclude(self, now: float) -> list[Decision]:
+    def _perhaps_conclude(self, now: float) -> Decisions:
         """Once the attempt is over on all nodes: begin another one, or end the job."""
         if self._open:
             return []
@@ -326,7 +326,7 @@ class Lead:
         self._standings.begin()
         return [NextAttempt(self.attempt, because)]
 
-    def _dismiss(self, status: int, because: str, times: int = 0) -> list[Decision]:
+    def _dismiss(self, status: int, because: str, times: int = 0) -> Decisions:
         self.state, self._deadline = Phase.OVER, math.inf
         return [TellAll(Dismissed(status, because, times))]
 

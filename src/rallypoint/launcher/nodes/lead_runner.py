@@ -325,8 +325,7 @@ class LeadRunner:
         )
         # on this machine the lead itself listens there
         port = 0 if is_own(numeric(address, 0)) else self.place[1]
-        look = Looking(address, port, b"", LOOK_TIMEOUT) if address else None
-        self._losses[node] = loss, look
+        self._losses[node] = loss, Looking(address, port, b"", LOOK_TIMEOUT) if address else None
         self._inbox.put(lead.Lost(node, "no sign of life came from its launcher"))
 
     def _do(self, decision: Decision | NodeMessage) -> None:

@@ -111,9 +111,8 @@ def patches(applicants: Iterable[Applicant], lead: str) -> tuple[str, ...]:
 def timed_out(because: str, roll: Sequence[str]) -> Refused:
     """Return the refusal of applicants that have waited in vain for the others."""
     is_refused = any(line.startswith("refused: ") for line in roll)
-    seen = (("read in the report of the node that was refused what to change", ""),) * is_refused
     help = (
-        *seen,
+        *(("read in the report of the node that was refused what to change", ""),) * is_refused,
         ("start the same command on every node", ""),
         ("or give them more time", "--rdzv-conf join_timeout=1200"),
     )
