@@ -85,7 +85,7 @@ def test_a_name_is_this_machines_by_what_it_stands_for(
     monkeypatch.setattr(
         resolver,
         "ask",
-        lambda names, timeout: {name: resolver.Answer(name, "name", found) for name in names},
+        lambda names, timeout: {name: resolver.Answer(name, found) for name in names},
     )
     assert ("head-node" in run._own_names("head-node")) == ours
 

@@ -512,14 +512,12 @@ ETH = Interface("eth0", "ethernet", True, True, (InterfaceAddress("10.0.4.8", "g
 
 
 def host(*stands_for: str, **answers: Answer) -> Host:
-    own = Answer(
-        "node08", "name", stands_for, "" if stands_for else "Name or service not known", 0.012
-    )
+    own = Answer("node08", stands_for, "" if stands_for else "Name or service not known", 0.012)
     return Host("node08", (LO, ETH), source={4: "10.0.4.8"}, answers={"node08": own, **answers})
 
 
 def test_addresses_that_are_well_are_three_lines() -> None:
-    well = host("10.0.4.8", **{"10.0.4.8": Answer("10.0.4.8", "address", ("node08",), took=0.020)})
+    well = host("10.0.4.8", **{"10.0.4.8": Answer("10.0.4.8", ("node08",), took=0.020)})
     found = network_checks.judge_addresses(well, well.problems())
     assert [(one.check, one.mark) for one in found] == [
         ("addresses", "ok"),
@@ -531,7 +529,7 @@ def test_addresses_that_are_well_are_three_lines() -> None:
 
 
 def test_each_problem_of_addresses_has_its_line() -> None:
-    wrong = host("127.0.1.1", **{"10.0.4.8": Answer("10.0.4.8", "address", took=3.0)})
+    wrong = host("127.0.1.1", **{"10.0.4.8": Answer("10.0.4.8", took=3.0)})
     found = network_checks.judge_addresses(wrong, wrong.problems())
     assert [(one.check, one.mark, one.code) for one in found] == [
         ("addresses", "note", "address-loopback"),

@@ -49,8 +49,8 @@ def host(
     for `.`.
     """
     told = {
-        "node07": Answer("node07", "name", tuple(own), error, 2.0),
-        "localhost": Answer("localhost", "name", ("127.0.0.1",)),
+        "node07": Answer("node07", tuple(own), error, 2.0),
+        "localhost": Answer("localhost", ("127.0.0.1",)),
     }
     told |= {answer.asked: answer for answer in answers.values()}
     return Host("node07", tuple(found), "", {4: "10.0.0.5"} if source is None else source, told)
@@ -62,8 +62,8 @@ def codes(facts: Host) -> list[str]:
 
 def test_a_healthy_machine_has_no_problems() -> None:
     facts = host(
-        back=Answer("10.0.0.5", "address", ("node07.cluster",)),
-        forth=Answer("node07.cluster", "name", ("10.0.0.5",)),
+        back=Answer("10.0.0.5", ("node07.cluster",)),
+        forth=Answer("node07.cluster", ("10.0.0.5",)),
     )
     assert facts.problems() == ()
     assert facts.lines() == (
@@ -125,27 +125,27 @@ def test_a_name_that_belongs_to_another_machine() -> None:
 
 def test_dns_that_goes_one_way() -> None:
     facts = host(
-        back=Answer("10.0.0.5", "address", ("old-name",)),
-        forth=Answer("old-name", "name", ("10.0.0.77",)),
+        back=Answer("10.0.0.5", ("old-name",)),
+        forth=Answer("old-name", ("10.0.0.77",)),
     )
     (problem,) = facts.problems()
     assert (problem.code, problem.sentence) == (
         "address-one-way",
         "10.0.0.5 is called old-name, and old-name stands for 10.0.0.77",
     )
-    (silent,) = host(back=Answer("10.0.0.5", "address", took=2.0)).problems()
+    (silent,) = host(back=Answer("10.0.0.5", took=2.0)).problems()
     assert (
         silent.sentence
         == "the resolver gave no answer within 2.0 s when it was asked for the name of 10.0.0.5"
     )
-    assert codes(host(back=Answer("10.0.0.5", "address", error="Unknown host"))) == [], (
+    assert codes(host(back=Answer("10.0.0.5", error="Unknown host"))) == [], (
         "no reverse DNS at all does no harm"
     )
 
 
 def test_ipv6_that_is_half_there() -> None:
     no_six = Interface("lo", "loopback", True, True, (V4,))
-    facts = host(found=(no_six, ETH0), localhost=Answer("localhost", "name", ("::1", "127.0.0.1")))
+    facts = host(found=(no_six, ETH0), localhost=Answer("localhost", ("::1", "127.0.0.1")))
     (problem,) = facts.problems()
     assert problem.code == "ipv6-half-configured"
     assert (

@@ -182,7 +182,7 @@ def of_name(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
 
 
 def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_name(monkeypatch, Answer("node08", "name", error="Name or service not known"))
+    of_name(monkeypatch, Answer("node08", error="Name or service not known"))
     found = at(29500, "node08")
     assert (found.outcome, found.unresolved, found.tried) == (
         "unresolved",
@@ -196,7 +196,7 @@ def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_resolver_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_name(monkeypatch, Answer("node08", "name", took=0.3))
+    of_name(monkeypatch, Answer("node08", took=0.3))
     assert at(29500, "node08").unresolved == "the resolver gave no answer within 0.3 s"
     assert probe.elsewhere("node08", TIMEOUT) is None
 
@@ -205,7 +205,7 @@ def test_all_addresses_of_a_name_are_tried_and_the_one_that_answers_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with service(lambda connection: connection.sendall(b"SSH-2.0-x\r\n")) as port:
-        of_name(monkeypatch, Answer("node08", "name", ("127.0.0.2", "127.0.0.1")))
+        of_name(monkeypatch, Answer("node08", ("127.0.0.2", "127.0.0.1")))
         found = at(port, "node08")
     assert [one.outcome for one in found.tried] == ["refused", "answered"]
     assert (found.outcome, found.address) == ("answered", f"node08:{port}")

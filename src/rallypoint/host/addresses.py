@@ -24,7 +24,7 @@ LOOK_TIMEOUT = 3.0
 """Seconds for all questions to the resolver together: a healthy one answers in milliseconds, and
 one that is repeated after the usual 5 s has already cost every connection of a job as much."""
 
-_SILENT = Answer("", "name")
+_SILENT = Answer("")
 
 # Addresses that are set aside for documentation (RFC 5737, RFC 3849): the way to them is the
 # default route, and nobody is there.

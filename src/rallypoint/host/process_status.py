@@ -53,7 +53,6 @@ class ProcessStatus(NamedTuple):
     name: str
     state: str  # R running, S sleeping, D in the kernel, T stopped, Z ended but not reaped
     parent: int
-    group: int
     session: int
     cpu: int  # user and system time together
     started: int  # after boot: with the pid the identity of a process
@@ -70,7 +69,7 @@ def status(pid: int | str) -> ProcessStatus | None:
     number, _, command = head.partition(b"(")
     fields = tail.split()
     return ProcessStatus(
-        int(number), command.decode("utf-8", "replace"), fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]),
+        int(number), command.decode("utf-8", "replace"), fields[0].decode(), int(fields[1]), int(fields[3]),
         int(fields[11]) + int(fields[12]), int(fields[19]),
     )  # fmt: skip
 

@@ -15,15 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from rallypoint.clock import Clock
 
 # Standard library alone, and little of it: the process answers 20 ms after its start.
 _PROGRAM = """
 import json, os, socket, sys, threading
-def tell(kind, asked, found, error):
-    os.write(1, json.dumps([kind, asked, found, error]).encode() + b"\\n")
+def tell(asked, found, error):
+    os.write(1, json.dumps([asked, found, error]).encode() + b"\\n")
 def ask(kind, asked):
     try:
         if kind == "name":
@@ -31,11 +30,11 @@ def ask(kind, asked):
         else:
             name, others, _ = socket.gethostbyaddr(asked)
             found = [name, *others]
-        tell(kind, asked, list(dict.fromkeys(found)), "")
+        tell(asked, list(dict.fromkeys(found)), "")
     except OSError as error:
-        tell(kind, asked, [], error.strerror or str(error))
+        tell(asked, [], error.strerror or str(error))
     except ValueError:  # a label of more than 63 characters, an empty one, a zero byte: the resolver is not asked
-        tell(kind, asked, [], "it cannot be the name of a host")
+        tell(asked, [], "it cannot be the name of a host")
 def leave():  # when whoever asks is killed: nobody else would end this before the name server answers
     os.read(0, 1)
     os._exit(1)
@@ -54,7 +53,6 @@ class Answer:
     names)."""
 
     asked: str
-    kind: Literal["name", "address"]
     found: tuple[str, ...] = ()  # without repetitions, in the resolver's order
     error: str = (
         ""  # its words when it found nothing; "" with nothing found: no answer before the deadline
@@ -86,18 +84,19 @@ def ask(
     `silent`. Nothing is left running.
     """
     clock = Clock()
-    wanted: dict[str, Literal["name", "address"]] = {
-        **dict.fromkeys(names, "name"),
-        **dict.fromkeys(addresses, "address"),
-    }
-    if not wanted or timeout <= 0:
-        return {asked: Answer(asked, kind) for asked, kind in wanted.items()}
+    wanted = {**dict.fromkeys(names, "name"), **dict.fromkeys(addresses, "address")}
     found: dict[str, Answer] = {}
+
+    def answers(said: str = "") -> dict[str, Answer]:
+        took = clock.elapsed()
+        return {asked: found.get(asked) or Answer(asked, (), said, took) for asked in wanted}
+
+    if not wanted or timeout <= 0:
+        return answers()
     try:
         process = _start(json.dumps([(kind, asked) for asked, kind in wanted.items()]))
     except OSError as error:  # no process, no descriptor: that is this machine's answer, too
-        said = f"the resolver could not be asked: {error.strerror or error}"
-        return {asked: Answer(asked, kind, error=said) for asked, kind in wanted.items()}
+        return answers(f"the resolver could not be asked: {error.strerror or error}")
     assert process.stdin is not None
     assert process.stdout is not None
     pipe, rest, poll = process.stdout.fileno(), b"", select.poll()
@@ -108,25 +107,20 @@ def ask(
                 continue
             data = os.read(pipe, _READ_BYTES)
             if not data:
-                said = f"the interpreter that asks the resolver ended early (exit status {process.wait()})"
-                return {
-                    asked: found.get(asked) or Answer(asked, kind, error=said, took=clock.elapsed())
-                    for asked, kind in wanted.items()
-                }
+                return answers(
+                    f"the interpreter that asks the resolver ended early (exit status {process.wait()})"
+                )
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                kind, asked, values, said = json.loads(line)
-                found[asked] = Answer(asked, kind, tuple(values), said, clock.elapsed())
+                asked, values, said = json.loads(line)
+                found[asked] = Answer(asked, tuple(values), said, clock.elapsed())
     finally:
         process.kill()
         process.stdin.close()
         process.stdout.close()
         # it was killed: this takes no time, unless the kernel cannot end it, and then nobody could
         process.wait()
-    took = clock.elapsed()
-    return {
-        asked: found.get(asked) or Answer(asked, kind, took=took) for asked, kind in wanted.items()
-    }
+    return answers()
 
 
 def _start(questions: str) -> subprocess.Popen[bytes]:

@@ -364,8 +364,6 @@ class Call(Packet):
     # Of a call on several nodes: `plan.SettledNodes` in msgpack; b"": one node. The last descriptor
     # may be the listener of the lead.
     nodes: bytes
-    columns: int  # of the caller's terminal, 0 when there is none
-    color: bool  # whether its stderr shows colours
 
 
 class Interrupt(Packet):
@@ -388,7 +386,6 @@ class Verdict(msgspec.Struct, frozen=True):
     """How a call ended."""
 
     status: int
-    interrupted: bool
     overdue: bool
     reports: tuple[Report, ...]
     text: str  # the reports, rendered

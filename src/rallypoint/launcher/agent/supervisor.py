@@ -326,7 +326,6 @@ class Leave(Action):
     """End the launcher itself."""
 
     status: int
-    because: str
 
 
 @dataclass
@@ -830,7 +829,7 @@ class Supervisor:
             self.state = State.ENDED
             by_signal = 128 + signal.Signals[event.name]
             status = by_signal if self._status is None else self._status
-            return [Leave(status, f"a second signal ({event.name}) has come")]
+            return [Leave(status)]
         self._asked_by, self._asked_at, self._reason = event, now, "interrupted"
         self._because = f"the launcher got {event.name}"
         return [MakeReport("interrupted", self._because)]
@@ -859,7 +858,7 @@ class Supervisor:
         because = "every rank has ended" if self.state is State.RUNNING else self._because
         if self._dismissed is not None:
             self.state = State.ENDED
-            return [CleanUp(well, because), Leave(self._dismissed, because)]
+            return [CleanUp(well, because), Leave(self._dismissed)]
         self.state, self._is_over = State.WAITING, True
         return [CleanUp(well, because), AttemptOver(well)]
 
@@ -876,7 +875,7 @@ class Supervisor:
 
     def _dismissed_now(self, event: JobEnded, now: float) -> Actions:
         self.state = State.ENDED
-        return [Leave(event.status, "the lead has ended the job")]
+        return [Leave(event.status)]
 
     def _dismissed_early(self, event: JobEnded, now: float) -> Actions:
         """Leave when every rank has ended."""
@@ -889,7 +888,7 @@ class Supervisor:
         """End the job, with `status` unless a report has said another one."""
         self.state = State.ENDED
         status = status if self._status is None else self._status
-        return [*([] if self._is_over else [CleanUp(gently, because)]), Leave(status, because)]
+        return [*([] if self._is_over else [CleanUp(gently, because)]), Leave(status)]
 
     def _living(self) -> tuple[int, ...]:
         return tuple(number for number, rank in self.ranks.items() if not rank.ended)

@@ -247,7 +247,7 @@ def _silent(agent: agent_pool.PooledAgent) -> Verdict:
         headline=f"the time for the call is over, and rallypoint's agent (pid {agent.pid}) does not answer",
         why="it was stopped, or this machine has no time for it; it was killed, and its ranks by its guard",
     )
-    return Verdict(1, False, True, (report,), "", (), "", usable=False)
+    return Verdict(1, True, (report,), "", (), "", usable=False)
 
 
 # --- the outcome ---
@@ -326,7 +326,7 @@ def _left(verdict: Verdict, ranks: list[int]) -> Verdict:
         ranks=tuple(ranks),
     )
     ends, first = verdict.ends, verdict.first
-    return Verdict(1, False, False, (report,), render.text(report), ends, "", first=first)
+    return Verdict(1, False, (report,), render.text(report), ends, "", first=first)
 
 
 def _failure(

@@ -164,8 +164,6 @@ def launch(
             run_dir=os.fspath(os.path.abspath(run_dir)) if run_dir is not None else "",
             port_range=ports,
             nodes=nodes,
-            columns=0,
-            color=False,
         )
         if agent is None:
             from rallypoint.launcher.launch import on_ray

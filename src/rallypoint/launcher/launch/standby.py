@@ -159,10 +159,10 @@ class _Standby:
                 secret = settled.secret if settled is not None else b""
                 agent = Agent(made, request, held=held, secret=secret)
             except StoppedWhileJoining as stopped:
-                verdict = Verdict(stopped.status, True, False, (), "", (), "")
+                verdict = Verdict(stopped.status, False, (), "", (), "")
             except RallypointError as problem:
                 report = _for_python(render.report_of(problem))
-                verdict = Verdict(report.exit_status, False, False, (report,), str(problem), (), "")
+                verdict = Verdict(report.exit_status, False, (report,), str(problem), (), "")
             else:
                 try:
                     status = agent.run()
@@ -300,7 +300,6 @@ def _verdict(agent: Agent, status: int) -> Verdict:
     seat = agent.job.seat
     return Verdict(
         status,
-        bool(agent.signalled_by),
         overdue,
         reports,
         text,

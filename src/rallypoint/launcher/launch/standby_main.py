@@ -24,7 +24,6 @@ class Terms(NamedTuple):
     caller: int  # its pidfd
     began: float  # wall clock
     suffix: str  # a few random characters; with `began` they make the job's id
-    job: str
     files_limit: tuple[int, int]  # for the ranks
     template: tuple[int, socket.socket]  # the pid of one that imports torch, and the line to it
 
@@ -53,7 +52,7 @@ def main(line_fd: int, caller_pid: int) -> None:
     from rallypoint.launcher.launch import standby  # while the template imports torch
 
     with line:
-        standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))
+        standby.serve(Terms(line, caller, clock.started, suffix, files_limit, template))
 
 
 def _outlive_notices() -> None:

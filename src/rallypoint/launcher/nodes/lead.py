@@ -292,7 +292,7 @@ class Lead:
         if not self._open <= self._vain:
             return []
         self._vain.clear()
-        return [TellAll(WaitInVain("every living rank waits for another one, on all nodes"))]
+        return [TellAll(WaitInVain())]
 
     def _over(self, event: Over, now: float) -> Decisions:
         self._open.discard(event.node)

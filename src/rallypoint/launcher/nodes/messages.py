@@ -273,8 +273,6 @@ class Sentence(NodeMessage):
 class WaitInVain(NodeMessage):
     """No living rank of any node goes on: those that wait are killed."""
 
-    because: str
-
 
 class RollCall(NodeMessage):
     """Lines about ranks that others wait for, to be printed."""
