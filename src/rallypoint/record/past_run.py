@@ -105,18 +105,19 @@ def find(root: str, word: str = "", command: str = "show") -> str:
 
     Raises `UsageError` when there is none, or more than one; its help is for `rallypoint COMMAND`.
     """
+    kept = os.path.join(root, word)
     if word and (os.sep in word or os.path.isdir(word)):
         path = os.path.abspath(word)
         if os.path.isdir(path):
             return path
-        if not os.path.isdir(os.path.join(root, word)):  # that of one of several nodes
+        if not os.path.isdir(kept):  # that of one of several nodes
             raise UsageError("usage", f"{path} is no folder", help=_LIST)
-        return os.path.join(root, word)
+        return kept
     runs = past_runs(root)
     nodes = [run for run in runs if run.job.startswith(os.path.join(word, "node"))]
     named = word not in ("", ".", "..", "latest") and not nodes
-    if named and os.path.isdir(os.path.join(root, word)):
-        return os.path.join(root, word)
+    if named and os.path.isdir(kept):
+        return kept
     if not runs:
         helps = (
             ("start one", "rallypoint run -n 4 train.py"),

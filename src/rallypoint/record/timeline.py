@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rallypoint.record.events import Event, What
@@ -89,14 +90,16 @@ _CLOSES: tuple[What, ...] = (*CAUSAL, "attempt-started", "attempt-ended", "repor
 _APART = 0.1
 
 
+@dataclass
 class _Stage:
     """A line that is still being made: more ranks may do the same."""
 
-    def __init__(
-        self, what: What, text: str, first: float, last: float, ranks: list[int], host: str
-    ) -> None:
-        self.what, self.text, self.first, self.last, self.ranks = what, text, first, last, ranks
-        self.host = host
+    what: What
+    text: str
+    first: float
+    last: float
+    ranks: list[int]
+    host: str
 
     def row(self) -> Row:
         row = _row(self.what, self.first, self.text, self.ranks, self.host)

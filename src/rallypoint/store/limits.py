@@ -92,13 +92,10 @@ def size(given: int | str) -> int:
         if isinstance(given, str)
         else None
     )
-    if not found or found[2].lower() not in _UNITS:
+    unit = found and _UNITS.get(found[2].lower())
+    if not found or not unit:
         raise _no_size(repr(given))
-    return (
-        int(float(found[1]) * _UNITS[found[2].lower()])
-        if "." in found[1]
-        else int(found[1]) * _UNITS[found[2].lower()]
-    )
+    return int((float if "." in found[1] else int)(found[1]) * unit)
 
 
 def memory(root: str = "/") -> int:

@@ -109,10 +109,11 @@ class Network:
         self._refusing = False
 
     def _open(self, family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
+        refused = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         with self._lock:
             if self._refusing:
                 self.refused += 1
-                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+                raise refused
             mine, theirs = socket.socketpair()
             try:
                 mine.setblocking(False)
@@ -120,9 +121,7 @@ class Network:
             except UsageError as stopped:
                 mine.close()
                 theirs.close()
-                raise ConnectionRefusedError(
-                    errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)
-                ) from stopped
+                raise refused from stopped
             self.opened += 1
             self._ends.add(mine)
         return mine

@@ -35,6 +35,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -277,17 +278,9 @@ def _laid_out(head: bytes, buffers: list[memoryview]) -> bytes | Parts:
     if size <= INLINE_BYTES:
         return b"".join(pieces)
     gathered: list[memoryview] = []
-    short: list[bytes | memoryview] = []
-    for piece in pieces:
-        if len(piece) < GATHER_BYTES:
-            short.append(piece)
-            continue
-        if short:
-            gathered.append(memoryview(b"".join(short)))
-            short = []
-        gathered.append(memoryview(piece))
-    if short:
-        gathered.append(memoryview(b"".join(short)))
+    for are_short, run in groupby(pieces, lambda piece: len(piece) < GATHER_BYTES):
+        same = list(run)
+        gathered += map(memoryview, [b"".join(same)] if are_short else same)
     return Parts(tuple(gathered), size)
 
 

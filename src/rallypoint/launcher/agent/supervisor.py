@@ -401,6 +401,13 @@ class Supervisor:
 
     def handle(self, event: JobEvent, now: float) -> Actions:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
+        if (
+            isinstance(event, Signalled)
+            and self._asked_by is not None
+            and self._reason == "interrupted"
+            and now < self._asked_at + ONE_SIGNAL
+        ):
+            return []  # this signal and the one before are one wish of one person
         row = self._TABLE[self.state].get(type(event))
         return row(self, event, now) if row else []
 
@@ -547,22 +554,12 @@ class Supervisor:
         return self._conclude(f"the {event.name} has ended", now)
 
     def _signalled(self, event: Signalled, now: float) -> Actions:
-        if self._is_the_same(now):
-            return []
         # asked a second time, while the evidence of the first comes in: kill
         self._at_once = self._asked_by is not None
         self._asked_by, self._asked_at = event, now
         self._reason = "interrupted"
         again = " a second time" if self._at_once else ""
         return self._end_from_outside(f"the launcher got {event.name}{again}", now)
-
-    def _is_the_same(self, now: float) -> bool:
-        """Return whether a signal that comes now and the one before are one wish of one person."""
-        return (
-            self._asked_by is not None
-            and self._reason == "interrupted"
-            and now < self._asked_at + ONE_SIGNAL
-        )
 
     def _overdue(self, event: Overdue, now: float) -> Actions:
         self._asked_by = Signalled("SIGTERM")
@@ -751,8 +748,6 @@ class Supervisor:
         return self._kill(f"the {event.name} has ended", now)
 
     def _signal_while_stopping(self, event: Signalled, now: float) -> Actions:
-        if self._is_the_same(now):
-            return []
         self._asked_by = self._asked_by or event
         which = f"a second signal ({event.name})" if self._reason == "interrupted" else event.name
         return self._kill(f"{which} has come", now)
@@ -806,7 +801,7 @@ class Supervisor:
         """Take a signal on another node for a second one of our own: it kills."""
         if not event.signal or (self._asked_by is None and not self._is_judged):
             return []
-        return self._signal_while_stopping(Signalled(event.signal), now)
+        return self.handle(Signalled(event.signal), now)
 
     def _elsewhere_after_the_end(self, event: Elsewhere, now: float) -> Actions:
         """Report of ranks that have ended before: the lead wants the part of every node."""
@@ -823,8 +818,6 @@ class Supervisor:
             self._asked_at, self._reason = now, "interrupted"
 
     def _signalled_after_the_end(self, event: Signalled, now: float) -> Actions:
-        if self._is_the_same(now):
-            return []
         if self._asked_by is not None:
             self.state = State.ENDED
             by_signal = 128 + signal.Signals[event.name]

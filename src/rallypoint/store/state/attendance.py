@@ -54,11 +54,11 @@ def absent_members(
             here[session.identity] -= 1
         else:
             missing.append(session)
-    if len(missing) == size - len(present):
-        return tuple(_member(now, one, one.identity.rank, roster) for one in missing)
-    by_rank = _absent_ranks(now, size, present, sessions, ended, roster)
-    if by_rank or len(missing) > size - len(present):  # some were replaced: by whom is not known
-        return by_rank
+    surplus = len(missing) - (size - len(present))
+    if surplus:
+        by_rank = _absent_ranks(now, size, present, sessions, ended, roster)
+        if by_rank or surplus > 0:  # some were replaced: by whom is not known
+            return by_rank
     return tuple(_member(now, one, one.identity.rank, roster) for one in missing)
 
 
