@@ -1407,6 +1407,8 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
         ("ERROR: Job 7 failed with return code list: [137, 1, 137]", "rank-exited"),
         ("ERROR: Job 7 failed with return code list: [0, 137]", "rank-killed"),
         ("      Exit Code:    137", "rank-killed"),
+        ("exit code: -9", "rank-killed"),
+        ("exit status 139", "rank-crashed"),
         ("The actor is dead because its node has died. Node Id: 1f", "node-lost"),
         (
             "The node with node id: 1f and ip: 10.0.0.1 has been marked dead because the detector has missed too many heartbeats from it.",
