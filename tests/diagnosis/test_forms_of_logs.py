@@ -166,6 +166,23 @@ def test_llvm_took_an_error_back() -> None:
     assert any("Unsupported rounding mode" in line for line in report.evidence)
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("access violation", "rank-crashed"),
+        ("stack overflow", "rank-crashed"),
+        ("code 0xe06d7363", "cause-unknown"),  # an exception of C++, which is mostly caught
+    ],
+)
+def test_faulthandler_on_windows(words: str, code: str) -> None:
+    (report,) = _told(
+        f"Windows fatal exception: {words}\n\nCurrent thread 0x000030c (most recent call first):\n"
+        '  File "C:\\srv\\train.py", line 84 in step\n'
+    )
+    assert report.code == code
+    assert ("SIGSEGV" in report.headline) == (code == "rank-crashed")
+
+
 def test_a_function_of_a_notebook_is_to_be_put_into_a_file() -> None:
     (report,) = _told(
         f"{HEAD}{FRAME}AttributeError: Can't get attribute 'train' on <module '__main__' (built-in)>\n"

@@ -40,7 +40,7 @@ no end: one over half a dozen functions, each of which calls at several lines.
 """
 
 _DUMP = Pattern(
-    r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)'
+    r'^(Fatal Python error|Windows fatal exception|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)'
 )
 
 

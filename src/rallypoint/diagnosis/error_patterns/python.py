@@ -104,9 +104,10 @@ SIGNALS = {
     "File size limit exceeded": 25, "Bad system call": 31,
     "Abort": 6, "Illegal hardware instruction": 4, "Trace trap": 5,
     "段错误": 11, "已放弃": 6,
+    "access violation": 11, "stack overflow": 11, "divide by zero": 8, "page error": 7,
 }  # fmt: skip
-"""strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended, and
-the last ones zsh's.
+"""strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended, then
+zsh's, and faulthandler's for Windows' exceptions.
 """
 
 LINES = (

@@ -20,6 +20,8 @@ _CHECK = Pattern(
     r"^(?:F\d{4} .{0,60}?|\d{4}-\S+ \S+: F )(?P<place>[\w./-]+:\d+)\] (?P<words>Check failed: .+)$"
 )
 
+# faulthandler's; a code without a name is often handled
+_FATAL = Pattern(r"Fatal Python error: |Windows fatal exception: (?!code )")
 _CHECKS_TRACE = Pattern(r"^\*\*\* Check failure|^ +@ ")
 _DUMP = Pattern(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
 
@@ -33,7 +35,7 @@ class Crash(Block):
         super().__init__(number)
         self.lines = [text]
         self._what = _WHAT.findall(text)
-        self._dump = "Fatal Python error" in text
+        self._dump = _FATAL.search(text) is not None
         if (found := _CHECK.match(text)) is not None:
             self._what = [f"{found['words']} ({found['place']})"]
         self._check = bool(self._what)  # one line tells all
@@ -42,8 +44,8 @@ class Crash(Block):
     @staticmethod
     def begins(text: str) -> bool:
         """Tell whether the line is the first of one."""
-        told = "Fatal Python error: " in text or text.lstrip().startswith("terminate called")
-        told = told or re.match(python.GAVE_UP, text.lstrip()) is not None
+        told = _FATAL.search(text) or text.lstrip().startswith("terminate called")
+        told = bool(told) or re.match(python.GAVE_UP, text.lstrip()) is not None
         return told or ("Check failed: " in text and _CHECK.match(text) is not None)
 
     def take(self, number: int, text: str) -> bool:
