@@ -54,6 +54,12 @@ def test_below_a_colon_stands_what_the_exception_was_raised_for(between: str) ->
     assert report.headline.endswith("KeyError: 'lr'")
 
 
+def test_what_another_rank_says_of_its_peer_below_a_colon_is_not_what_it_was_raised_for() -> None:
+    lost = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:7\n"
+    (report,) = _told(f"{HEAD}{FRAME}ValueError: the configuration is wrong:\n{HEAD}{FRAME}{lost}")
+    assert "ValueError: the configuration is wrong:" in report.headline
+
+
 def test_a_traceback_below_another_message_is_another_exception() -> None:
     other = f"{HEAD}{FRAME.replace('train', 'other')}KeyError: 'lr'\n"
     assert len(_told(f"[rank0]: {HEAD}[rank0]: {FRAME}[rank0]: ValueError: x\n{other}")) == 2

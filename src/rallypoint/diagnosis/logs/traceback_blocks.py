@@ -266,8 +266,9 @@ class Traceback(Block):
             self._end(typed["type"], typed["message"] or "", number)
             return True
         if HEADER in body:
-            shown = self._tail <= 2 and self._message[-1].rstrip().endswith(":")
-            inner = "Original Traceback" in body or (shown and not self._joint)
+            if self._tail <= 2 and self._message[-1].rstrip().endswith(":"):
+                self._joint = self._joint or "below"
+            inner = "Original Traceback" in body
             of_rank = _OF_RANK.search(body) if self._gathered else None
             alone = not self._joint and not inner and of_rank is None
             if alone or GroupTraceback.HEAD.search(body.partition(HEADER)[0]):
@@ -349,7 +350,10 @@ class Traceback(Block):
         chosen, error = self.begun_by, self._raised()
         if chosen is None:
             self.begun_by = error
-        elif self._link == "inside":
+        elif self._link == "inside" or (
+            # another rank's, without a prefix, may stand below a colon, too
+            self._link == "below" and classify.meaning(error) is classify.Meaning.OWN
+        ):
             frames = joined(chosen.frames, error.frames)
             self.begun_by = msgspec.structs.replace(error, frames=frames)
         elif self._link == "remote":
