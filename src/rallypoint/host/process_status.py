@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -302,3 +303,15 @@ def end_of_unreaped(pid: int) -> tuple[int, int] | None:
         return None
     number = int(fields[49])  # exit_code of proc_pid_stat(5), in the form of wait(2)
     return os.waitstatus_to_exitcode(number) if os.WIFEXITED(number) else 0, os.WTERMSIG(number)
+
+
+def failed_child(pid: int) -> tuple[int, int, int] | None:
+    """Return pid, exit code and signal of a child of a process that has failed, and that the process
+    has not reaped yet; None when there is none. One that SIGTERM ended has not failed: its parent
+    wanted that.
+    """
+    for child in children(pid):
+        code, number = end_of_unreaped(child) or (0, 0)
+        if code or number not in (0, signal.SIGTERM):
+            return child, code, number
+    return None

@@ -185,6 +185,7 @@ class Uncaught(Packet):
     raised: Raised
     printed: bool  # the worker prints its traceback itself
     keyboard: bool = False  # KeyboardInterrupt
+    failed_child: tuple[int, int, int] | None = None  # `process_status.failed_child` of the rank
 
 
 class Leaving(Packet):

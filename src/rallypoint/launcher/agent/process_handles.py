@@ -103,7 +103,7 @@ class RankHandle:
         self.log_rank = local_rank  # the local rank whose log has its words
         self.reaped = False
         self.raised: Raised | None = None
-        self.dead_child: tuple[int, int, int] | None = None  # `failed_child` when it raised
+        self.dead_child: tuple[int, int, int] | None = None  # not looked at when it raised
         self.in_thread: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
@@ -250,11 +250,8 @@ class RankHandle:
         failed, where the program has not looked at that end.
         """
         # The children of a rank that was sent a signal got the same one.
-        for pid in process_status.children(self.pid) if self.alive and not self.sent else ():
-            code, number = process_status.end_of_unreaped(pid) or (0, 0)
-            # SIGTERM: the program wanted that end, as `child_processes` has it.
-            if code or number not in (0, signal.SIGTERM):
-                return pid, code, number
+        if self.alive and not self.sent and (found := process_status.failed_child(self.pid)):
+            return found
         lost = self.children.children  # those that a Pool has lost and reaped
         if lost and self.alive and self.raised is None:
             return lost[0].pid, lost[0].code, lost[0].signal

@@ -145,7 +145,7 @@ class WorkerMessages:
     def _on_uncaught(self, handle: RankHandle, message: Uncaught, raised: Raised) -> None:
         job = self._job
         handle.raised, handle.traceback_printed = raised, message.printed
-        handle.dead_child = handle.failed_child()  # before it ends, and its children with it
+        handle.dead_child = None if handle.sent else message.failed_child
         job.reporter.event(
             "raised", rank=handle.rank, type=raised.type, message=raised.message[:500]
         )

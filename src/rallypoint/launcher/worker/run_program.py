@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.raised import Raised, cut
-from rallypoint.host import archives
+from rallypoint.host import archives, process_status
 from rallypoint.launcher import exception_capture, interruptions
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import AtPhase, Leaving, Uncatch, Uncaught
@@ -111,9 +111,9 @@ def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
     hooks.tell_handled(error)
     child_processes.tell_failed()
     raised = exception_capture.raised(error, call=hooks.call_of(error))
-    return hooks.tell(
-        Uncaught(raised, printed=printed, keyboard=isinstance(error, KeyboardInterrupt))
-    )
+    failed = process_status.failed_child(os.getpid())
+    by_keyboard = isinstance(error, KeyboardInterrupt)
+    return hooks.tell(Uncaught(raised, printed=printed, keyboard=by_keyboard, failed_child=failed))
 
 
 def _already_shown(*_: object) -> None:
