@@ -70,7 +70,7 @@ class SimulatedNode:
         self.cluster.at(self.cluster.now + seconds, run)
 
     def come(self, _: int = 0) -> None:
-        if self.cluster.lead_is_dead:
+        if self.state == "away" and self.cluster.lead_is_dead:
             self.leave("alone", TEMPORARY)
         elif self.state == "away":
             self.state = "joining"
@@ -114,9 +114,13 @@ class SimulatedNode:
     def _begin(self, seat: Seat) -> None:
         if self.state not in ("joining", "over"):
             self.cluster.wrong(f"{self} got a seat while its ranks run")
-        self.seat, self.state = seat, "running"
-        self._signal, self._is_sentenced, self._waits, self.to_gather = "", False, False, False
+        self.seat = seat
+        self._is_sentenced, self._waits, self.to_gather = False, False, False
         self.cluster.seated(self, seat)
+        if self._signal:  # the lead did not know of it yet
+            self.say(messages.Over(self.number, well=False))
+            return
+        self.state = "running"
         self.later(self.cluster.chance.uniform(0.01, 0.5), self._join)
 
     def _join(self, _: int) -> None:
