@@ -1408,6 +1408,8 @@ def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str)
         ("ERROR: Job 7 failed with return code list: [0, 137]", "rank-killed"),
         ("      Exit Code:    137", "rank-killed"),
         ("exit code: -9", "rank-killed"),
+        ("exit code: -1", "cause-unknown"),  # what many programs return for any failure
+        ("exit code: -300", "cause-unknown"),
         ("exit status 139", "rank-crashed"),
         ("The actor is dead because its node has died. Node Id: 1f", "node-lost"),
         (

@@ -204,7 +204,7 @@ def _is_cut(path: str) -> bool:
 
 def _content(path: str) -> bytes:
     with open(path, "rb", opener=at_once) as file:
-        return file.read()
+        return file.read() or b""  # None: a pipe that nobody writes to
 
 
 def _reason(error: OSError | msgspec.DecodeError) -> str:

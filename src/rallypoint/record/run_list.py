@@ -99,7 +99,7 @@ def job_in(path: str) -> tuple[object, float]:
     plan of ours."""
     try:
         with open(os.path.join(path, "plan.json"), "rb", opener=at_once) as file:
-            plan = msgspec.json.decode(file.read())
+            plan = msgspec.json.decode(file.read() or b"")
             return plan.get("job"), os.fstat(file.fileno()).st_mtime
     except (OSError, AttributeError, msgspec.DecodeError):
         return None, 0.0

@@ -100,7 +100,7 @@ LINES = (
     line(
         "xit",  # a field: SageMaker, kubectl, docker inspect, YARN, Grid Engine
         r"(?:AlgorithmError: |^\s{0,40})[\"']?(?:\w{0,40}[Ee]xit ?(?:[Cc]ode|[Ss]tatus)|exit_status)[\"']?"
-        r"(?: ?[:=] ?| ) *(?P<code>-?[1-9]\d*),?$",
+        r"(?: ?[:=] ?| ) *(?P<code>(?:-(?=(?:[4-9]|1[0-5]),?$))?[1-9]\d*),?$",
         by=SERVICE,
         first=True,
     ),

@@ -156,8 +156,11 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
 
 def tell_finishing(hooks: Hooks) -> None:
     """Tell the agent that the program is at its end, and for which threads the interpreter waits."""
-    others = {*threading.enumerate()} - {threading.main_thread()}
-    hooks.tell(AtPhase("finishing", tuple(sorted(one.name for one in others if not one.daemon))))
+    others = [one for one in threading.enumerate() if one is not threading.main_thread()]
+    names: list[str] = []
+    with contextlib.suppress(Exception):  # the program's own class may have another `name`
+        names += (exception_capture.sayable(str(one.name))[:99] for one in others if not one.daemon)
+    hooks.tell(AtPhase("finishing", tuple(sorted(names)[:9])))
 
 
 def _said_by(leaving: SystemExit) -> str:
