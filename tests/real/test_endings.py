@@ -93,6 +93,15 @@ def test_a_module_whose_import_ends_the_template_is_named(
     assert "import own" in result.err, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
+def test_an_interpreter_that_does_not_start_is_no_fault_of_ours(run: Run, write: Write) -> None:
+    """With --fresh it was told as a death of rallypoint's template, exit status 70."""
+    ends = "import os, sys\nif '-c' in sys.orig_argv: os._exit(3)\n"
+    path = python_path(write("start/sitecustomize.py", ends).parent)
+    result = run("--fresh", "-n", "2", write("train.py", ""), env={"PYTHONPATH": path})
+    assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
+
+
 def test_a_torch_that_the_server_of_its_store_cannot_import_is_no_fault_of_ours(
     run: Run, write: Write
 ) -> None:

@@ -46,8 +46,8 @@ class TemplateMessages:
         self._job.reporter.event("template-started", pid=template.pid)
         self._job.loop.watch(template.socket.fileno(), self._receive)
         self._job.loop.watch(template.pidfd, self._on_template_end)
-        if template.imports and not helpers.ready:
-            self._await_import("torch")
+        if not helpers.ready:  # a starter imports this package alone
+            self._await_import("torch" if template.imports else "rallypoint")
 
     def _replace(self, *, imports: bool) -> None:
         """End the template, and go on with another one."""
