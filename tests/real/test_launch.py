@@ -589,6 +589,25 @@ def test_a_killed_agent_is_said_and_the_next_launch_works(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_an_agent_that_ends_before_the_call_begins_could_not_start(tmp_path: Path) -> None:
+    """Its ranks were said to be stopped, and a fault of rallypoint's own was told."""
+    done = script(
+        tmp_path,
+        """
+        import sys
+        import rallypoint
+
+        sys.executable = "/bin/false"
+        try:
+            rallypoint.launch(lambda: 5)
+        except rallypoint.EnvironmentProblem as error:
+            print(error.code)
+        """,
+    )
+    assert done.stdout == "start-failed\n", done.stderr
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(
     tmp_path: Path,
 ) -> None:

@@ -8,16 +8,15 @@ import contextlib
 import math
 import os
 import select
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import evidence
-from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.errors import (
-    Advice,
     EnvironmentProblem,
     InternalError,
     LaunchTimeout,
@@ -86,7 +85,7 @@ class LaunchCall:
         except (BrokenPipeError, ConnectionResetError):
             if self._agent.usable:  # it was a stream of this program's own
                 raise
-            raise _agent_died(self._agent, self._memory) from None
+            raise agent_pool.agent_died(self._agent, self._memory, begun=False) from None
         finally:
             # Also after an exception of a signal handler or of a stream.
             for pipe in self._pipes:
@@ -151,7 +150,7 @@ class LaunchCall:
                 other for other, _ in poll.poll(0)
             }:
                 # The agent has ended; what it said before comes first.
-                raise _agent_died(self._agent, self._memory)
+                raise agent_pool.agent_died(self._agent, self._memory)
         if not ready and waits <= 0:
             self._verdict, self._is_silent = _silent(self._agent), True
 
@@ -164,6 +163,12 @@ class LaunchCall:
         return bool(data)
 
     def _receive(self) -> None:
+        try:
+            self._agent.line.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:  # what was sent last was not read
+            raise agent_pool.agent_died(
+                self._agent, self._memory, begun=self._interrupts > 0
+            ) from None
         message, self._received.fds = protocol.receive(self._agent.line)
         match message:
             case Outcome(rank=rank):
@@ -176,7 +181,7 @@ class LaunchCall:
                     notebook_cells.named(text.decode()).encode(), Verdict
                 )
             case None:
-                raise _agent_died(self._agent, self._memory)
+                raise agent_pool.agent_died(self._agent, self._memory)
         self._received = OwnedFds()
 
 
@@ -208,37 +213,6 @@ class _StreamCopy:
                 encoding = stream.encoding or "ascii"
                 stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
-
-
-def _agent_died(agent: agent_pool.PooledAgent, memory: MemoryCounters) -> EnvironmentProblem:
-    """Make the error for an agent that ended. `memory`: the counters when the call began."""
-    why: tuple[str, ...] = (
-        "its ranks were stopped by its guard",
-        "what it said last, if anything, is on this program's own stderr",
-    )
-    help: Advice = ()
-    seen = evidence.difference(memory, evidence.memory_counters())
-    if seen.oom_kills:
-        from rallypoint.units import size
-
-        killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
-        limit = f", which may use {size(seen.limit)}" if seen.limit else ""
-        why = (
-            f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory",
-            why[0],
-        )
-        help = (
-            (
-                "give it more memory: a process that has imported torch holds a few hundred MiB",
-                "docker run --memory=64g ...",
-            ),
-        )
-    return EnvironmentProblem(
-        "launcher-died",
-        f"rallypoint's agent (pid {agent.pid}) ended in the middle of the call",
-        why=why,
-        help=help,
-    )
 
 
 def _silent(agent: agent_pool.PooledAgent) -> Verdict:
