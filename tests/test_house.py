@@ -59,7 +59,7 @@ NOT_YET_SHORT = {
 }
 """Files over MOST_LINES that are still to be split or shortened."""
 
-MOST_WEIGHT = 375_700
+MOST_WEIGHT = 375_900
 """Tokens of code in the package. Raised only deliberately, by what a change itself needs."""
 
 MOST_RIDDLES = 0.02

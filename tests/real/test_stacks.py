@@ -316,7 +316,9 @@ def test_the_thread_for_which_the_end_of_a_rank_waits_is_named(
         "train.py",
         "import threading\nstop = threading.Event()\n"
         'threading.Thread(target=stop.wait, name="prefetch", daemon=True).start()\n'
-        'threading.Thread(target=stop.wait, name="uploader").start()\n',
+        'threading.Thread(target=stop.wait, name="uploader").start()\n'
+        # A class of the program's may have its own idea of a name.
+        "class Odd(threading.Thread): name = None\nOdd(target=stop.wait).start()\n",
     )
 
     def act(process: subprocess.Popen[bytes]) -> None:
