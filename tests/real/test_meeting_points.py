@@ -553,7 +553,7 @@ def test_a_store_that_no_other_process_sees_is_refused(
     program = write(
         "train.py",
         "import os\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
-        f"dist.init_process_group('gloo', store={store}, rank=rank, world_size=2)\n",
+        f"dist.init_process_group('cpu:gloo', store={store}, rank=rank, world_size=2)\n",
     )
     result = run_warm(program)
     assert (result.rc, result.codes) == (1, ["address-differs"]), result.everything

@@ -541,6 +541,18 @@ def test_too_few_files_for_a_launcher_are_said_once(tmp_path: Path) -> None:
     assert "ulimit -n is 20" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
+def test_a_rank_that_has_no_descriptor_left_still_tells_what_it_raised(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "kept = []\nwhile True:\n    kept.append(os.open('/dev/null', os.O_RDONLY))\n"
+    )
+    result = run_job(["-n", "2", program], state=tmp_path)
+    assert (result.rc, result.codes) == (1, ["files-exhausted"]), result.everything
+    assert "train.py:5 in <module>" in result.prose, result.everything
+
+
 def test_little_address_space_is_named(tmp_path: Path) -> None:
     """The import of torch fails then, or ends the template with SIGABRT, which was "please report
     it".

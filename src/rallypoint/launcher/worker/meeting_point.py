@@ -217,8 +217,9 @@ class HeldPoint:
 def _check_store(store: object, meeting: Meeting) -> None:
     """Raise for a store that no other process sees, behind a PrefixStore or not."""
     private = type(getattr(store, "underlying_store", store)).__name__ == "HashStore"
-    # Groups of a test's threads have a backend of their own.
-    if private and meeting.world_size > 1 and meeting.backend.lower() in ("", "gloo", "nccl"):
+    # Groups of a test's threads have a backend of their own. "cpu:gloo,cuda:nccl" is two.
+    backends = {one.rpartition(":")[2] for one in meeting.backend.lower().split(",")}
+    if private and meeting.world_size > 1 and backends <= {"", "gloo", "nccl"}:
         raise UsageError(
             "address-differs", f"a HashStore cannot bring ranks together: each of the {meeting.world_size} processes has its own",
             why=(f"given at {meeting.line}",),

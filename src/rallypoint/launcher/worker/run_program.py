@@ -111,7 +111,9 @@ def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
     hooks.tell_handled(error)
     child_processes.tell_failed()
     raised = exception_capture.raised(error, call=hooks.call_of(error))
-    failed = process_status.failed_child(os.getpid())
+    failed = None
+    with contextlib.suppress(OSError):  # it may have run out of descriptors
+        failed = process_status.failed_child(os.getpid())
     by_keyboard = isinstance(error, KeyboardInterrupt)
     return hooks.tell(Uncaught(raised, printed=printed, keyboard=by_keyboard, failed_child=failed))
 
