@@ -453,6 +453,7 @@ class OtherNodes:
         node had sent, and that the lead has not judged.
         """
         own = self._judge_alone().reports if self._waits_for_sentence else ()
+        self._job.loop.cancel("sentence")  # none comes any more
         own = tuple(one for one in own if one.code not in ("cause-unknown", "interrupted"))
         job, report = self._job, self._report_of_loss()
         host, folder, seat = os.uname().nodename, job.reporter.run_dir, job.seat
