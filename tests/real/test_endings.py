@@ -82,6 +82,14 @@ def test_a_preloaded_module_may_ignore_the_end_of_children(run: Run, write: Writ
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_a_preloaded_module_may_take_epoll_away(run: Run, write: Write) -> None:
+    """As gevent's monkey.patch_all() does: it was told as a death of rallypoint's template."""
+    write("own.py", "import select\ndel select.epoll\n")
+    result = run("-n", "1", "--preload", "own", write("train.py", "print('here')\n"))
+    assert (result.rc, result.out) == (0, "here\n"), result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("ends", ["os.abort()", "os._exit(3)"])
 def test_a_module_whose_import_ends_the_template_is_named(
     run: Run, write: Write, ends: str

@@ -17,15 +17,11 @@ import socket
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rallypoint.host import process_status, processes, system_calls
 from rallypoint.host.fd_passing import OwnedFds, file_behind
 from rallypoint.launcher import late_variables, spawn
-
-if TYPE_CHECKING:  # an agent is started before these are loaded
-    from rallypoint.diagnosis.evidence import MemoryCounters
-    from rallypoint.errors import Advice, EnvironmentProblem
 
 IDLE_MOST = 2
 """Maximum agents that are kept, with the one at work: a program that alternates between two (with
@@ -264,43 +260,3 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-
-
-def agent_died(
-    agent: PooledAgent, memory: MemoryCounters, *, begun: bool = True
-) -> EnvironmentProblem:
-    """Make the error for an agent that ended. `memory`: the counters when the call began; `begun`:
-    False when the agent has not read what it was called for."""
-    from rallypoint.diagnosis import evidence
-    from rallypoint.errors import EnvironmentProblem
-
-    why: tuple[str, ...] = (
-        "its ranks were stopped by its guard" if begun else "no rank was started",
-        "what it said last, if anything, is on this program's own stderr",
-    )
-    module = "rallypoint.launcher.launch.standby"
-    help: Advice = (
-        () if begun else (("try its start alone", f"{sys.executable} -c 'import {module}'"),)
-    )
-    seen = evidence.difference(memory, evidence.memory_counters())
-    if seen.oom_kills:
-        from rallypoint.units import size
-
-        killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
-        limit = f", which may use {size(seen.limit)}" if seen.limit else ""
-        why = (
-            f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory",
-            why[0],
-        )
-        help = (
-            (
-                "give it more memory: a process that has imported torch holds a few hundred MiB",
-                "docker run --memory=64g ...",
-            ),
-        )
-    return EnvironmentProblem(
-        "launcher-died" if begun else "start-failed",
-        f"rallypoint's agent (pid {agent.pid}) ended {'in the middle of' if begun else 'before it began'} the call",
-        why=why,
-        help=help,
-    )

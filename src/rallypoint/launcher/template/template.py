@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+
+# not the module: gevent, in a preload module, takes epoll away
+from select import EPOLLIN, EPOLLOUT, epoll
 from typing import NoReturn
 
 import msgspec
@@ -184,8 +186,8 @@ class _Template:
         self._setup = setup
         self._orders = orders
         self._children: dict[int, int] = {}  # pidfd -> pid
-        self._epoll = select.epoll()
-        self._epoll.register(orders, select.EPOLLIN)
+        self._epoll = epoll()
+        self._epoll.register(orders, EPOLLIN)
         self._unsent: deque[Packet] = deque()
         # What a rank started and left without a parent becomes this process's child, and nobody
         # else's does: that is how it is told from what the launcher's own process had started
@@ -198,7 +200,7 @@ class _Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         self._orphans = system_calls.signalfd(signal.SIGCHLD)
-        self._epoll.register(self._orphans, select.EPOLLIN)
+        self._epoll.register(self._orphans, EPOLLIN)
 
     def _tell(self, message: Packet) -> None:
         """Tell the agent, without waiting: it may itself be waiting for us to read an order."""
@@ -211,11 +213,11 @@ class _Template:
                 protocol.send(self._orders, self._unsent[0], flags=socket.MSG_DONTWAIT)
                 self._unsent.popleft()
         except BlockingIOError:  # the rest when it has read some
-            self._epoll.modify(self._orders, select.EPOLLIN | select.EPOLLOUT)
+            self._epoll.modify(self._orders, EPOLLIN | EPOLLOUT)
             return
         except OSError:  # the agent is gone
             self._leave()
-        self._epoll.modify(self._orders, select.EPOLLIN)
+        self._epoll.modify(self._orders, EPOLLIN)
 
     def loop(self) -> Callable[[], None]:
         while True:
@@ -226,9 +228,9 @@ class _Template:
                 if fd != self._orders.fileno():
                     self._ended(fd)
                     continue
-                if events & select.EPOLLOUT:
+                if events & EPOLLOUT:
                     self._send_unsent()
-                if not events & ~select.EPOLLOUT:
+                if not events & ~EPOLLOUT:
                     continue
                 run = self._order()
                 if run is not None:
@@ -293,7 +295,7 @@ class _Template:
             return None
         self._children[pidfd] = pid
         self._tell(Forked(rank, pid, took))
-        self._epoll.register(pidfd, select.EPOLLIN)
+        self._epoll.register(pidfd, EPOLLIN)
         return None
 
     def _import(self, names: tuple[str, ...]) -> None:
