@@ -17,6 +17,7 @@ from rallypoint.clock import Clock
 from rallypoint.diagnosis import evidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.errors import (
+    Advice,
     EnvironmentProblem,
     InternalError,
     LaunchTimeout,
@@ -85,7 +86,7 @@ class LaunchCall:
         except (BrokenPipeError, ConnectionResetError):
             if self._agent.usable:  # it was a stream of this program's own
                 raise
-            raise agent_pool.agent_died(self._agent, self._memory, begun=False) from None
+            raise self._died(begun=self._interrupts > 0) from None
         finally:
             # Also after an exception of a signal handler or of a stream.
             for pipe in self._pipes:
@@ -150,7 +151,7 @@ class LaunchCall:
                 other for other, _ in poll.poll(0)
             }:
                 # The agent has ended; what it said before comes first.
-                raise agent_pool.agent_died(self._agent, self._memory)
+                raise self._died()
         if not ready and waits <= 0:
             self._verdict, self._is_silent = _silent(self._agent), True
 
@@ -163,12 +164,8 @@ class LaunchCall:
         return bool(data)
 
     def _receive(self) -> None:
-        try:
-            self._agent.line.recv(1, socket.MSG_PEEK)
-        except ConnectionResetError:  # what was sent last was not read
-            raise agent_pool.agent_died(
-                self._agent, self._memory, begun=self._interrupts > 0
-            ) from None
+        # ConnectionResetError when the agent has ended and not read what it was sent last
+        self._agent.line.recv(1, socket.MSG_PEEK)
         message, self._received.fds = protocol.receive(self._agent.line)
         match message:
             case Outcome(rank=rank):
@@ -181,8 +178,35 @@ class LaunchCall:
                     notebook_cells.named(text.decode()).encode(), Verdict
                 )
             case None:
-                raise agent_pool.agent_died(self._agent, self._memory)
+                raise self._died()
         self._received = OwnedFds()
+
+    def _died(self, *, begun: bool = True) -> EnvironmentProblem:
+        """Make the error for an agent that ended. `begun`: False when it has not read the call."""
+        why = (
+            "its ranks were stopped by its guard" if begun else "no rank was started",
+            "what it said last, if anything, is on this program's own stderr",
+        )
+        start = f"{sys.executable} -c 'import rallypoint.launcher.launch.standby'"
+        help: Advice = () if begun else (("try its start alone", start),)
+        seen = evidence.difference(self._memory, evidence.memory_counters())
+        if seen.oom_kills:
+            from rallypoint.units import size
+
+            killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
+            limit = f", which may use {size(seen.limit)}" if seen.limit else ""
+            why = (
+                f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory",
+                why[0],
+            )
+            more = "give it more memory: a process that has imported torch holds a few hundred MiB"
+            help = ((more, "docker run --memory=64g ..."),)
+        return EnvironmentProblem(
+            "launcher-died" if begun else "start-failed",
+            f"rallypoint's agent (pid {self._agent.pid}) ended {'in the middle of' if begun else 'before it began'} the call",
+            why=why,
+            help=help,
+        )
 
 
 class _StreamCopy:
