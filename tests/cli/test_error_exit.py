@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rallypoint.cli.error_exit import guarded
 from rallypoint.errors import EnvironmentProblem
+
+from ..python_path import python_path
 
 
 def test_a_problem_of_the_machine_is_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +110,19 @@ def test_a_fault_in_showing_a_fault_is_70_too(capsys: pytest.CaptureFixture[str]
     err = capsys.readouterr().err
     assert "the first fault" in err
     assert "the second fault" in err
+
+
+def test_a_package_that_is_not_there_is_no_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with the folder of another Python's packages: it was a traceback, and 70."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec._core')\n")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
+    command = [sys.executable, "-P", "-m", "rallypoint", "run", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("cannot be imported: no msgspec._core\n")
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:

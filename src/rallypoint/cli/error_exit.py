@@ -35,6 +35,9 @@ def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda
         try:
             return _complain(_translated(error), error_format())
         except Exception:  # what shows errors is broken too: the bare traceback is shown
+            if isinstance(error, ImportError):  # msgspec, which it needs as well
+                write_err(f"rallypoint: a package that it needs cannot be imported: {error}\n")
+                return exits.RAISED
             sys.excepthook(*sys.exc_info())
             return exits.INTERNAL
 
