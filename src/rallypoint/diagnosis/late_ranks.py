@@ -43,9 +43,10 @@ def late(
 
 
 def meanwhile(verdict: Verdict, waited: Iterable[tuple[Verdict, Raised]]) -> Verdict:
-    """Return the verdict with a timeout that its rank had caught, where another rank of `waited`
-    waited elsewhere already: in that call it was, and not in the one that it came to afterwards.
-    Its traceback begins in torch: the line that caught it stands for the program's.
+    """Return the verdict with the timeout that its rank caught while another rank of `waited` waited,
+    in place of the call that it made after that; the same verdict when it caught none.
+
+    The traceback of a caught timeout begins in torch. The line that caught it is put before it.
     """
     for one in reversed(verdict.rank.handled):
         met = any(one.at - one.wait[0] / 2 > error.at - error.wait[0] for _, error in waited)

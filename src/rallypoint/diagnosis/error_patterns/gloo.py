@@ -15,8 +15,8 @@ CAUSES = {
 }
 
 CHECKED = Pattern(r"(?:enforce fail at|EnforceNotMet)(?!.{0,400}SO_ERROR: )", re.DOTALL)
-"""Texts of gloo about wrong data that arrived: that is no lost connection. Old gloo tells one so, too,
-by the error of its socket.
+"""Texts of gloo about wrong data that arrived: that is no lost connection. Old gloo begins its text
+about a lost connection in the same way, and ends it with the error of the socket.
 """
 
 LOST = Pattern(
