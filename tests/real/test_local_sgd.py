@@ -86,7 +86,7 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
     found = accuracies(result)
     assert set(found) == {0, 2}, result.everything
     assert len(set(found.values())) == 1, result.everything
-    assert found[0] > 0.95, result.everything
+    assert found[0] > 0.9, result.everything
     assert re.search(r"^\[0\] step \d+: the mean of 2 of 3$", result.out, re.MULTILINE), (
         result.everything
     )
